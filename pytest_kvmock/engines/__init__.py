@@ -1,7 +1,7 @@
-"""Mock engines: block managers and their drivers, a folder an engine, and above them workers, backends and profiles.
+"""Mock engines: block managers and their drivers, with a folder for each engine, and workers, backends and profiles.
 
-`base` is what engines share, `schedulers` are Dynamo's and TensorRT-LLM's. No engine's folder imports another's, but
-for Dynamo's mock of SGLang.
+`base` is shared by all engines; `schedulers` has Dynamo's and TensorRT-LLM's schedulers. No engine's folder imports
+another engine's, except Dynamo's mock of SGLang.
 """
 
 from typing import TYPE_CHECKING
@@ -73,5 +73,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Loaded on first use: a test of a router needs none of these.
+# Loaded on first use, because a test of a router needs none of these.
 __getattr__ = late_names(__name__, _HOME)

@@ -1,9 +1,8 @@
 """The registry of backends, and the profile that sizes mock engines.
 
-One subject: which engine is meant, and how large it is.
-This module imports no engine: a spec loads its manager when one is made (`makers.py`). Wherever a backend is asked
-for, a `BackendSpec` does as well as a name; names are those of the built-in backends and of those that are registered
-now.
+One subject: the choice and the size of an engine.
+This module imports no engine: a spec loads its manager on first use (`makers.py`). Every argument for a backend takes a
+name or a `BackendSpec`; a name belongs to a built-in backend or a presently registered one.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ HYBRID: Final = "hybrid"
 """The word for the backends of hybrid models, on the command line and in markers."""
 
 SPECULATIVE: Final = "speculative"
-"""The word for the backends of engines with a draft model, used in the same places."""
+"""The word for the backends of engines with a draft model, also on the command line and in markers."""
 
 GROUPS: Final = (HYBRID, SPECULATIVE)
 """The words that stand for several backends (`BackendSpec.group`)."""
@@ -49,28 +48,26 @@ class BackendSpec:
     """One named behaviour of an engine's block manager.
 
     Attributes:
-        name: the name that tests see, in ids too: letters, digits, `_`, `.` and `-`.
-        models: the program and version whose behaviour it has.
+        name: its name in tests and their ids: letters, digits, `_`, `.` and `-`.
+        models: the modelled program and version.
         make: makes a manager; called with `num_blocks`, `block_size`, `dp_rank` and `sink` by keyword.
-        residency: "unique" where a block is published once while it is held; "counted" where an engine publishes
-            every copy of it.
-        prefix_closed: whether a block is evicted before its parent in scheduler traffic, so that what is held is always
-            a set of whole prefixes, and links a block to no other parent than its own.
-        in_matrix: whether tests run over it by default; otherwise, where they name it.
-        driver: makes what brings requests to its manager (`engine.worker.Driver`), from the manager, whether prefix
-            caching is on, and a source of random numbers; None for managers that take moves, as Dynamo's scheduler
-            makes them.
+        residency: "unique" if a block is published once while it is held; "counted" if the engine publishes each copy.
+        prefix_closed: whether, in scheduler traffic, a block is evicted before its parent and is linked to no other
+            parent. Then the held blocks are always a set of whole prefixes.
+        in_matrix: whether tests run on it by default; if not, only tests that name it do.
+        driver: makes the driver of its manager (`engines.base.driver.Driver`), from the manager, whether prefix caching
+            is on, and a source of random numbers; None for managers that take the moves of Dynamo's scheduler.
         chain: makes, for the stream of one manager, the rule by which block hashes follow from tokens (`wrong_hash`);
-            called with the manager, whose options it may depend on. None for Dynamo's.
+            called with the manager, because the rule may depend on its options. None for Dynamo's rule.
         options: further arguments that `make` takes, by keyword; see `variant`.
-        scheduler: whose scheduler an engine of it has (`MockEngineArgs.engine_type`).
-        semantics: the release of Dynamo whose scheduler that is, where the engine's arguments name none; None: the
-            scheduler's default.
-        default_block_size: tokens of a block if none are asked for.
-        real_block_size: those of the model that it is the engine of; None: it is of no certain model.
-        group: a name that stands for it and its like where tests choose backends ("hybrid": engines that serve a hybrid
-            model; "speculative": those with a draft model); None if it has none.
-        as_read: the program itself did not run: its behaviour was read in its sources.
+        scheduler: the scheduler of its engines (`MockEngineArgs.engine_type`).
+        semantics: the release of Dynamo for this scheduler, if the engine's arguments name none; None: the scheduler's
+            default.
+        default_block_size: default tokens of a block.
+        real_block_size: tokens of a block with the model that it serves; None: it serves no particular model.
+        group: a name for several backends where tests choose backends ("hybrid": engines that serve a hybrid model;
+            "speculative": engines with a draft model); None without a group.
+        as_read: whether its behaviour was only read in the program's sources, and the program was not run.
 
     Raises:
         ValueError: a field is invalid.
@@ -121,9 +118,9 @@ class BackendSpec:
 
     @property
     def traits(self) -> Traits:
-        """The traits of its engine, in which engines differ: what its workers have as `KvWorker.traits`.
+        """The traits of its engine, equal to `KvWorker.traits` of its workers.
 
-        No worker is made for that, but a manager of one block, which the driver is asked about.
+        They come from a driver with a manager of one block; no worker is made.
 
         Raises:
             ValueError: the backend refuses a manager of one block of its default size.
@@ -131,31 +128,29 @@ class BackendSpec:
         return self.traits_at()
 
     def traits_at(self, block_size: int | None = None, tiers: Tiers | None = None) -> Traits:
-        """Its `traits` where a block has `block_size` tokens, to which the sizes of a hybrid model's other caches are
-        in proportion.
+        """Return its `traits` for blocks of `block_size` tokens; a hybrid model's other caches are sized in proportion.
 
         Args:
-            block_size: tokens; None: `default_block_size`.
-            tiers: below its device, if it takes any.
+            block_size: tokens a block; None: `default_block_size`.
+            tiers: the tiers below its device, if it takes any.
 
         Raises:
-            ValueError: the backend refuses blocks of this size; or it takes tiers, and not these.
+            ValueError: the backend refuses blocks of this size, or takes tiers, but not these.
         """
         traits: Traits = self._asked(block_size, tiers if "tiers" in self.options else None).traits
         return traits
 
     @property
     def prompt_keys(self) -> tuple[str, ...]:
-        """What its engine names blocks by in addition to tokens, as `Prompt` calls it: "lora_name", "cache_salt",
-        "multimodal".
+        """The keys of a `Prompt` that its engine hashes in addition to tokens: "lora_name", "cache_salt", "multimodal".
 
         Raises:
-            ValueError: as for `traits`.
+            ValueError: see `traits`.
         """
         return tuple(each for each in self._asked().prompt_keys if each != "session_id")
 
     def _asked(self, block_size: int | None = None, tiers: Tiers | None = None) -> Any:
-        """What brings requests to a manager of it, or the class of that."""
+        """Return a driver with a manager of this backend, or only the driver's class."""
         if self.driver is None:
             from pytest_kvmock.engines.dynamo.move_driver import MoveDriver
 
@@ -170,13 +165,13 @@ class BackendSpec:
     def variant(
         self, name: str, *, prefix_closed: bool | None = None, in_matrix: bool = False, **options: Any
     ) -> BackendSpec:
-        """Make a variant of this backend: under another name, with some of its options set.
+        """Return a variant of this backend under another name, with some of its options set.
 
         Args:
-            name: as given; the manager's `backend` too.
-            prefix_closed: as given, if the options change it.
-            in_matrix: as given.
-            **options: some of `options`, as `create_manager` takes them; the others may be set later.
+            name: name of the variant, and `backend` of its managers.
+            prefix_closed: see `BackendSpec`; None: unchanged.
+            in_matrix: see `BackendSpec`.
+            **options: some of `options`, as for `create_manager`; the others may be set later.
 
         Raises:
             ValueError: unknown option, invalid value, or invalid name.
@@ -206,8 +201,10 @@ class BackendSpec:
         )
 
     def check_options(self, options: Mapping[str, Any]) -> dict[str, Any]:
-        """Return options for `make`, without `tiers=None` where it has no tiers; a ValueError for one that it has
-        not.
+        """Return options for `make`, without `tiers=None` if it takes no tiers.
+
+        Raises:
+            ValueError: it does not have one of the options.
         """
         given = {
             each: options[each] for each in options if each in self.options or (each, options[each]) != ("tiers", None)
@@ -233,14 +230,14 @@ class BackendSpec:
         prefix_closed: bool = True,
         in_matrix: bool = True,
     ) -> BackendSpec:
-        """Make a backend of Dynamo's newer manager with your own eviction policy.
+        """Return a backend of Dynamo's newer manager with your own eviction policy.
 
         Args:
-            name: as given.
+            name: name of the backend.
             policy: makes the policy of one manager; called with the capacity in blocks.
-            models: as given.
-            prefix_closed: as given; False for a policy that may evict a block before its children.
-            in_matrix: as given.
+            models: the modelled program and version.
+            prefix_closed: False for a policy that may evict a block before its children.
+            in_matrix: whether tests run on it by default.
 
         Raises:
             ValueError: a field is invalid.
@@ -260,7 +257,7 @@ class BackendSpec:
 
 
 def _default_block_size(spec: BackendSpec, options: Mapping[str, Any]) -> int:
-    """Tokens of a block if none are asked for: with cache groups those of the attention group."""
+    """Return the default tokens of a block; with cache groups, those of the attention group."""
     groups = options.get("groups")
     for group in groups if isinstance(groups, (list, tuple)) else ():
         if getattr(group, "kind", None) in ("full_attention", "mla_attention"):
@@ -289,8 +286,8 @@ _HYBRID_MODELS: Final = (
     ("deepseek_v4", "DeepSeek-V4-Flash", 64, 256),
     ("llama4", "Llama 4 Scout", 16, 16),
 )
-"""Of each model in `engines/vllm/hybrid_models.py`, which is not loaded here: name, model, and tokens of a block by
-default and at the model's own sizes."""
+"""Name, model, and tokens of a block (default, and the model's own) of each model in `engines/vllm/hybrid_models.py`,
+which is not loaded here."""
 
 _RADIX_OPTIONS: Final = ("policy", "protected_threshold", "dynamo_kv_event_format", "speculative")
 
@@ -303,7 +300,7 @@ def _vllm(
     options: tuple[str, ...] = _VLLM_OPTIONS,
     **fields: Any,
 ) -> BackendSpec:
-    """A row of vLLM."""
+    """Return a row of vLLM."""
     return BackendSpec(
         name,
         models,
@@ -319,7 +316,7 @@ def _vllm(
 
 
 def _sglang_model(name: str, models: str, real_block_size: int) -> BackendSpec:
-    """A row of a hybrid model that SGLang serves."""
+    """Return a row of a hybrid model that SGLang serves."""
     return BackendSpec(
         name,
         f"SGLang 0.5.23, serving {models}",
@@ -462,15 +459,15 @@ _registered: dict[str, BackendSpec] = {}
 
 
 def known_backends() -> dict[str, BackendSpec]:
-    """The built-in backends by name, then those that are registered now, in the order of the matrix."""
+    """Return the built-in backends by name, then the presently registered ones, in the order of the matrix."""
     return {**BACKENDS, **_registered}
 
 
 @contextmanager
 def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
-    """Register backends in addition to the built-in ones, for as long as it lasts.
+    """Register backends in addition to the built-in ones, within the context.
 
-    The plugin does this for a run of pytest; what an outer run has registered is not known in an inner one.
+    The plugin does this for a run of pytest; an inner run does not have the backends of an outer run.
     """
     before = dict(_registered)
     _registered.clear()
@@ -483,7 +480,7 @@ def registered(specs: Mapping[str, BackendSpec]) -> Iterator[None]:
 
 
 def unknown_backend_text(name: object, known: Iterable[str]) -> str:
-    """Return the error of a name that no backend has: what is known, and where one went that there was once."""
+    """Return the error for an unknown backend's name: the known names, and the successor of a former backend."""
     text = unknown_text("backend", name, known)
     if name == "mocker_sglang":
         text += "; Dynamo's mock of SGLang is mocker_sglang_1_6 now, and SGLang's own cache is sglang"
@@ -491,10 +488,10 @@ def unknown_backend_text(name: object, known: Iterable[str]) -> str:
 
 
 def backend_spec(name: str | BackendSpec) -> BackendSpec:
-    """Look up a backend by name; a spec is returned as it is, so that one that is not listed can be used too.
+    """Look up a backend by name; a spec is returned unchanged, so unregistered backends can be used too.
 
     Raises:
-        ValueError: no one has this name; the known ones are listed.
+        ValueError: no backend has this name; the message lists the known ones.
     """
     if isinstance(name, BackendSpec):
         return name
@@ -505,10 +502,10 @@ def backend_spec(name: str | BackendSpec) -> BackendSpec:
 
 
 def speaker_of(dialect: Dialect) -> BackendSpec:
-    """Return the backend whose engine writes a dialect, with the names of blocks of the release that it is of.
+    """Return the backend whose engine writes a dialect, with the block names of the dialect's release.
 
     Raises:
-        ValueError: there is no such backend, or not of that release.
+        ValueError: there is no such backend, or it does not have this release.
     """
     spec = backend_spec(dialect.backend)
     if dialect.whole_blocks and "hash_algo" in spec.options:
@@ -519,8 +516,8 @@ def speaker_of(dialect: Dialect) -> BackendSpec:
 def served_by(dialect: Dialect, model: str) -> BackendSpec:
     """Return the backend whose engine writes a dialect and serves a model.
 
-    That is the one of the hybrid model of this name, as "gpt-oss" is that of `vllm_gpt_oss`, and of its newest release;
-    for any other model the one of `speaker_of`.
+    For a hybrid model it is the backend of this model in its newest release, such as `vllm_gpt_oss` for "gpt-oss"; for
+    any other model it is that of `speaker_of`.
 
     Raises:
         ValueError: see `speaker_of`.
@@ -534,14 +531,14 @@ def served_by(dialect: Dialect, model: str) -> BackendSpec:
 
 
 def recorded_backend(name: str, models: object) -> BackendSpec:
-    """Return the backend of this name as a capture has it: of the release that it models there, where that is known.
+    """Return the backend of this name in the release of a capture, if this release is known.
 
     Args:
         name: see `backend_spec`.
-        models: as `BackendSpec.models`, of the engine that was recorded.
+        models: `BackendSpec.models` of the recorded engine.
 
     Raises:
-        ValueError: there is none of this name.
+        ValueError: there is no backend of this name.
     """
     spec = backend_spec(name)
     program, _, version = models.partition(" ") if isinstance(models, str) else ("", "", "")
@@ -555,14 +552,14 @@ def recorded_backend(name: str, models: object) -> BackendSpec:
 
 @lru_cache(maxsize=8)
 def _named_by_sha256(spec: BackendSpec) -> BackendSpec:
-    """The same backend with the names that TensorRT-LLM's stream over ZMQ has."""
+    """Return the backend with the block names of TensorRT-LLM's stream over ZMQ."""
     return spec.variant(spec.name, in_matrix=spec.in_matrix, hash_algo="v2_sha256_64")
 
 
 @lru_cache(maxsize=64)
 def _of_release(spec: BackendSpec, version: str) -> BackendSpec:
-    """The same backend of another release, under its own name: one object for all callers."""
-    general = BACKENDS["vllm"] if spec is BACKENDS["vllm_0_19"] else spec  # which is `vllm` at a release
+    """Return the backend in another release, under its own name; all callers get the same object."""
+    general = BACKENDS["vllm"] if spec is BACKENDS["vllm_0_19"] else spec  # `vllm_0_19` is `vllm` at one release
     return general.variant(spec.name, in_matrix=spec.in_matrix, version=version)
 
 
@@ -575,20 +572,21 @@ def create_manager(
     sink: GivenSink | None = None,
     **options: Any,
 ) -> KvManager:
-    """Make a block manager by itself: without pytest, a harness or a verdict.
+    """Return a new block manager on its own, without pytest, a harness or checks.
 
     Args:
-        backend: its name, or a spec.
+        backend: name of a backend, or a spec.
         num_blocks: capacity in blocks.
         block_size: tokens a block; for the logical backends a power of two from 2 to 1024. None: `default_block_size`,
-            or where cache `groups` are given that of the attention group.
-        dp_rank: the data-parallel rank that its events name.
-        sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere.
-        **options: what else the backend takes (`BackendSpec.options`); each takes `tiers=None`.
+            or, with cache `groups`, the block size of the attention group.
+        dp_rank: data-parallel rank that its events name.
+        sink: where its events are published, in any form of `sinks.GivenSink`; None: nowhere.
+        **options: further options of the backend (`BackendSpec.options`); every backend takes `tiers=None`.
 
     Raises:
-        TypeError: that is not a sink.
-        ValueError: an unknown backend or option, a capacity below 1, a block size or option that the backend refuses.
+        TypeError: `sink` is not a sink.
+        ValueError: the backend or an option is unknown, the capacity is below 1, or the backend refuses the block size
+            or an option.
     """
     from pytest_kvmock.values.sinks import adapted  # imported on first use
 
@@ -600,14 +598,14 @@ def create_manager(
 
 
 MOST_WORKERS: Final = 2**16
-"""Most workers and ranks of a profile."""
+"""Maximum number of workers times ranks of a profile."""
 
 MOST_RANKS: Final = 1024
-"""Data-parallel ranks that one worker of a profile can have."""
+"""Maximum number of data-parallel ranks of one worker of a profile."""
 
 
 class _NotGiven(int):
-    """A number of tokens a block that no caller asked for, so that a backend may have another."""
+    """A default block size, which a backend may replace because no caller has given one."""
 
 
 _BLOCK_SIZE: Final = _NotGiven(16)
@@ -618,19 +616,19 @@ class EngineProfile:
     """The size and kind of the mock engines of a test.
 
     Attributes:
-        block_size: tokens a block; if none are given 16, or what the backend has by default (`sized_for`).
+        block_size: tokens a block; by default 16, or the backend's default (`sized_for`).
         num_blocks: capacity of one worker (of each rank), in blocks.
-        workers: how many workers exist from the start, with ids from 0.
-        dp_size: data-parallel ranks of each worker.
+        workers: number of workers at the start, with ids from 0.
+        dp_size: number of data-parallel ranks of each worker.
         prefix_caching: False: nothing is reused and nothing is published, as in the real stack.
-        chunk: prefill in chunks of this many tokens; None: in one go.
-        seed: seeds everything random, together with the test's name.
-        tiers: the host memory below each rank, where evicted blocks go; given as `Tiers`, or as a mapping that
-            `Tiers.of` reads. None if there is none.
-        real_sizes: the engine of a hybrid model has blocks of the model's own size, whatever `block_size` is.
+        chunk: tokens of a prefill chunk; None: no chunks.
+        seed: seed of everything random, together with the test's name.
+        tiers: the host memory below each rank, where evicted blocks go; as `Tiers`, or as a mapping for `Tiers.of`.
+            None if there is none.
+        real_sizes: whether the engine of a hybrid model has blocks of the model's own size, whatever `block_size` is.
 
     Raises:
-        ValueError: a field out of range. The message names the field, the given value and the allowed values.
+        ValueError: a field is out of range. The message names the field, the given value and the allowed values.
     """
 
     block_size: int = _BLOCK_SIZE
@@ -668,7 +666,7 @@ class EngineProfile:
             object.__setattr__(self, "tiers", Tiers.of(self.tiers))
 
     def sized_for(self, backend: str | BackendSpec | None) -> EngineProfile:
-        """Return the profile with the block size that a backend has if none is given, or by `real_sizes`.
+        """Return the profile with a backend's block size, if none was given or if `real_sizes` requires it.
 
         Raises:
             ValueError: there is no backend of this name.
@@ -683,8 +681,7 @@ class EngineProfile:
         return self if size == self.block_size else self.replace(block_size=size)
 
     def traits(self, backend: str | BackendSpec) -> Traits:
-        """Return the traits of a backend's engines at these sizes, and over these tiers where it takes any: for a
-        harness made by hand.
+        """Return the traits of a backend's engines with these sizes and tiers (if it takes any), for a harness by hand.
 
         Args:
             backend: name of the workers' backend, or a `BackendSpec`.
@@ -696,10 +693,10 @@ class EngineProfile:
         return spec.traits_at(self.sized_for(spec).block_size, self.tiers)
 
     def replace(self, **fields: Any) -> EngineProfile:
-        """Return the same profile with some fields changed.
+        """Return the profile with some fields changed.
 
         Raises:
-            ValueError: no such field, or a value out of range.
+            ValueError: a field is unknown, or a value is out of range.
         """
         known = [field.name for field in dataclasses.fields(self)]
         for name in fields:

@@ -1,6 +1,4 @@
-"""Factories of the managers and drivers of the built-in backends. Each engine is imported when its first one is
-made.
-"""
+"""Factories of the managers and drivers of the built-in backends. Each engine is imported on first use."""
 
 from __future__ import annotations
 
@@ -22,18 +20,18 @@ GROUP_SETTINGS: Final = (
     "max_model_len",
     "async_scheduling",
 )
-"""Options of vLLM's manager that are for engines with cache groups, or a draft model."""
+"""Options of vLLM's manager for engines with cache groups or a draft model."""
 
 
 def lineage(*, tiers: Any = None, **sizes: Any) -> KvManager:
-    """Make a `LogicalManager` that evicts leaves first."""
+    """Make a `LogicalManager` that evicts leaves, the oldest first."""
     from pytest_kvmock.engines.dynamo.eviction.lineage import LineagePolicy
 
     return _logical(tiers, backend="lineage", eviction=LineagePolicy(), in_runs=True, **sizes)
 
 
 def lru(*, tiers: Any = None, **sizes: Any) -> KvManager:
-    """Make a `LogicalManager` that evicts the least recently used block."""
+    """Make a `LogicalManager` that evicts the block that became inactive longest ago."""
     from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
 
     return _logical(tiers, backend="lru", eviction=LruPolicy(), in_runs=True, **sizes)
@@ -48,7 +46,7 @@ def multi_lru(*, num_blocks: int, tiers: Any = None, **sizes: Any) -> KvManager:
 
 
 def _logical(tiers: Any, **options: Any) -> KvManager:
-    """Make a `LogicalManager`, with its own engine for the tiers below it, if there are any."""
+    """Make a `LogicalManager`, with its own offload engine if there are tiers below it."""
     from pytest_kvmock.engines.dynamo.logical import LogicalManager
 
     manager = LogicalManager(**options)
@@ -74,12 +72,12 @@ def whole_move_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> 
 
 
 def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
-    """Make a `BlockPoolManager`, or a `VllmHybridManager` if there are other groups than one of full attention."""
+    """Make a `BlockPoolManager`, or a `VllmHybridManager` for groups other than one of full attention."""
     settings: dict[str, Any] = {}
     if tiers is not None:
         from pytest_kvmock.engines.tiers import Tiers
 
-        if not hasattr(tiers, "put_below") and Tiers.of(tiers).connector == "simple":  # its pool is as the device's
+        if not hasattr(tiers, "put_below") and Tiers.of(tiers).connector == "simple":  # its pool is like the device's
             from pytest_kvmock.engines.vllm.hybrid import by_groups
 
             settings = {name: options.pop(name) for name in GROUP_SETTINGS if name in options}
@@ -103,7 +101,7 @@ def vllm(*, groups: Any = None, tiers: Any = None, **options: Any) -> KvManager:
 
 
 def _with_host(tiers: Any, manager: Any) -> KvManager:
-    """Put a host of its own below a manager of vLLM."""
+    """Put a separate host below a manager of vLLM."""
     from pytest_kvmock.engines.tiers import Tiers
 
     if manager.version.name != "0.33.0":
@@ -123,13 +121,11 @@ def _with_host(tiers: Any, manager: Any) -> KvManager:
 
 
 STEP_SETTINGS: Final = ("speculative", "max_num_batched_tokens", "max_model_len", "async_scheduling")
-"""Those of them that an engine with one cache has."""
+"""The options of these that an engine with one cache has."""
 
 
 def vllm_mtp(*, speculative: Any = None, **options: Any) -> KvManager:
-    """Make a `VllmHybridManager` of one cache, with a draft model: MTP with one module and three drafts a step, if
-    no other is given.
-    """
+    """Make a `VllmHybridManager` of one cache with a draft model, by default MTP with one module and three drafts."""
     from pytest_kvmock.engines.vllm.speculative import Speculative
 
     given = Speculative() if speculative is None else speculative
@@ -151,9 +147,7 @@ def hybrid_model(model: str, *, tiers: Any = None, **options: Any) -> KvManager:
 
 
 def block_pool_driver(manager: KvManager, prefix_caching: bool, rng: Random) -> Driver:
-    """Make the driver of a manager of vLLM: a `BlockPoolManager`, or a `VllmHybridManager` if that has several cache
-    groups.
-    """
+    """Make the driver of a manager of vLLM: a `BlockPoolManager` or a `VllmHybridManager`."""
     if hasattr(manager, "geometry"):
         offload = getattr(manager, "offload", None)
         if hasattr(offload, "pool"):
@@ -205,14 +199,14 @@ PARTS: Final = (
     "state_strategy",
     "states_per_path",
 )
-"""Options of SGLang's cache that are for hybrid models: the fields of a `Geometry`."""
+"""Options of SGLang's cache for hybrid models: the fields of a `Geometry`."""
 
 
 def sglang(*, tiers: Any = None, unified: bool = False, **options: Any) -> KvManager:
-    """Make a `RadixCacheManager`, a `HybridCacheManager` of a window, states or drafts, or a `HiCacheManager`.
+    """Make a `RadixCacheManager`, or a `HybridCacheManager` for a window, states or drafts.
 
-    The last one is for tiers. With `unified`, as engines of a P/D pair have it, it is a `HybridCacheManager` whatever
-    the model has.
+    With tiers it is a `HiCacheManager`. With `unified`, as in engines of a P/D pair, it is a `HybridCacheManager` for
+    every model.
     """
     is_plain = tiers is None and not unified and not any(name in options for name in (*PARTS, "speculative"))
     if options.get("dcp", 1) != 1 and not is_plain:
@@ -236,7 +230,7 @@ def sglang(*, tiers: Any = None, unified: bool = False, **options: Any) -> KvMan
 
 
 def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
-    """Make a `HiCacheManager`, for what was recorded with a host."""
+    """Make a `HiCacheManager`, for options that were recorded with a host."""
     from pytest_kvmock.engines.sglang.geometry import Geometry
     from pytest_kvmock.engines.sglang.host.hicache_cache import HiCacheManager
     from pytest_kvmock.engines.tiers import Tiers
@@ -261,7 +255,7 @@ def _with_hicache(tiers: Any, options: dict[str, Any]) -> KvManager:
 
 
 def sglang_eagle(*, speculative: Any = None, **options: Any) -> KvManager:
-    """Make a `HybridCacheManager` without parts, with a draft model: EAGLE with three steps, if no other is given."""
+    """Make a `HybridCacheManager` without parts, with a draft model, by default EAGLE with three steps."""
     from pytest_kvmock.engines.sglang.speculative import SglangSpeculative
 
     given = SglangSpeculative() if speculative is None else speculative
@@ -269,7 +263,7 @@ def sglang_eagle(*, speculative: Any = None, **options: Any) -> KvManager:
 
 
 def sglang_model(name: str) -> Callable[..., KvManager]:
-    """Return what makes the `HybridCacheManager` of a model."""
+    """Return a factory of the `HybridCacheManager` of a model."""
 
     def make(*, num_blocks: int, block_size: int = 16, tiers: Any = None, **options: Any) -> KvManager:
         from pytest_kvmock.engines.sglang.hybrid_cache import HybridCacheManager

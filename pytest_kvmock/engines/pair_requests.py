@@ -1,9 +1,9 @@
 """Requests of P/D pairs by hand.
 
-A prefill engine keeps its blocks, a decode engine loads, and a test says when bytes arrive.
+A prefill engine keeps its blocks, a decode engine loads them, and a test decides when the bytes arrive.
 
-Each operation of a worker is a step of its engine, so what a step brings about (answers, reads,
-reports) is there when it returns.
+Each operation of a worker is a step of its engine, so the effects of the step (answers, reads, reports) are there when
+the operation returns.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class HandedOver(Served):
 
 
 class LegRequest(Request):
-    """A request that another engine's prefill leg is for; what it is waiting for is not over at once."""
+    """A decode leg: another engine's prefill leg computes its prompt, for which it may have to wait."""
 
     _port: Any
     _leg: Any = None
@@ -54,7 +54,7 @@ class LegRequest(Request):
 
     @property
     def status(self) -> str:
-        """Its state, in one word."""
+        """Its state, as one word."""
         self._look()
         return self._status
 
@@ -64,11 +64,11 @@ class LegRequest(Request):
         return "" if self._leg is None else self._leg.name
 
     def begin(self, hand_over: Mapping[str, Any] | None) -> None:
-        """Ask for what comes; see `KvWorker.load`."""
+        """Request the data of its prompt; see `KvWorker.load`."""
         raise NotImplementedError
 
     def _look(self) -> None:
-        """Take over what the engine made of its leg."""
+        """Update its state from the engine's leg."""
         raise NotImplementedError
 
     def __exit__(self, *error: object) -> None:
@@ -77,11 +77,11 @@ class LegRequest(Request):
 
 
 class LoadingRequest(LegRequest):
-    """A decode leg: it holds blocks for its prompt, which another engine has, and then runs as any request.
+    """A decode leg: it holds blocks for a prompt that another engine has, and then runs like any request.
 
-    `KvWorker.load` makes one. Its status is "loading" until the transfer has ended, "received"
-    until it is taken up, then "running"; "failed" where the transfer failed and the engine's policy
-    is that; "aborted" where it was finished before it ran.
+    `KvWorker.load` makes it. Its status is "loading" until the transfer has ended, "received" until the scheduler takes
+    it up, then "running"; "failed" if the transfer failed and the engine's policy is "fail"; "aborted" if it was
+    finished before it ran.
     """
 
     _port: PairPort
@@ -91,11 +91,11 @@ class LoadingRequest(LegRequest):
 
     @property
     def is_stale(self) -> bool:
-        """Whether the blocks that were read for it were not kept any more, so that they may have been others'."""
+        """Whether its blocks were read after their lease, so they may have belonged to other requests."""
         return self._loading is not None and self._loading.is_stale
 
     def begin(self, hand_over: Mapping[str, Any] | None) -> None:
-        """Look up what is here, and take blocks for what comes; see `KvWorker.load`."""
+        """Look up the blocks on this engine, and allocate blocks for the coming data; see `KvWorker.load`."""
         port, driver, state = self._port, self._driver, self._state
         if not hand_over or not (hand_over.get("do_remote_prefill") or hand_over.get("do_remote_decode")):
             self._admit()
@@ -106,7 +106,7 @@ class LoadingRequest(LegRequest):
         try:
             external = port.side.look_up(leg, driver.lookup(state))
             self.cached_tokens = leg.local_tokens
-            if not external:  # a second turn of which too little is elsewhere
+            if not external:  # a second turn for which the other engine has too little
                 self._leg = leg
                 self._admit()
                 port.side.started(leg)
@@ -126,28 +126,29 @@ class LoadingRequest(LegRequest):
         self._look()
 
     def end_transfer(self, *, take_up: bool = True) -> None:
-        """The bytes have arrived.
+        """End the transfer: the bytes have arrived.
 
-        The other engine is notified, and the scheduler takes the request up, which names and publishes its blocks.
+        The other engine is notified, and the scheduler takes up the request, which names and publishes its blocks.
 
         Args:
-            take_up: False: it is received only, as while all places of the engine are taken; `take_up` does the rest.
+            take_up: False: the request is only received, as if all places of the engine were taken; call `take_up`
+                later.
 
         Raises:
-            RequestError: it waits for no transfer, or for one that has not begun.
+            RequestError: it waits for no transfer, or its transfer has not begun.
         """
         self._end_transfer(ok=True)
         if take_up and self._status == "received":
             self.take_up()
 
     def fail_transfer(self) -> None:
-        """The transfer has failed, and the other engine is not notified.
+        """Let the transfer fail; the other engine is not notified.
 
-        By the policy the request fails, or is computed here.
+        Depending on the policy, the request fails or is computed here.
 
         Raises:
             RequestError: see `end_transfer`.
-            OutOfBlocks: it is to be computed here, and does not fit; it is preempted then.
+            OutOfBlocks: it must be computed here, but does not fit; it is then preempted.
         """
         self._end_transfer(ok=False)
         if self._status == "received":
@@ -178,7 +179,7 @@ class LoadingRequest(LegRequest):
             raise
 
     def _look(self) -> None:
-        """Take over what the engine made of its leg."""
+        """Update its state from the engine's leg."""
         leg = self._leg
         if leg is None:
             return
@@ -190,11 +191,11 @@ class LoadingRequest(LegRequest):
             self._status = "received"
 
     def take_up(self) -> None:
-        """The scheduler comes to the request: what was received is named and published, and its last token computed.
+        """Let the scheduler take up the request: name and publish the received blocks, and compute the last token.
 
         Raises:
             RequestError: nothing was received for it.
-            OutOfBlocks: its transfer failed, it is to be computed here, and does not fit; it is preempted then.
+            OutOfBlocks: its transfer failed, and it must be computed here, but does not fit; it is then preempted.
         """
         self._look()
         self._need("take_up", "received")
@@ -216,10 +217,10 @@ class LoadingRequest(LegRequest):
     def finish(self) -> None:
         """Finish the request and free its blocks.
 
-        While it is loading they are free when the transfer has ended, without a name.
+        While it is loading, the blocks are freed, without names, when the transfer has ended.
 
         Raises:
-            RequestError: it is over, or its worker restarted.
+            RequestError: it has ended, or its worker restarted.
         """
         if self._status in ("loading", "received"):
             assert self._leg is not None
@@ -290,10 +291,10 @@ def serve(
 
 
 def tick(worker: KvWorker, now_ms: float) -> None:
-    """Move the time of an engine forward: heartbeats and ends of leases in their order.
+    """Move the time of an engine forward; heartbeats and ends of leases happen in order.
 
     Raises:
-        ValueError: the time is not a finite number of at least 0, or before the engine's.
+        ValueError: the time is not a finite number of at least 0, or is before the engine's time.
     """
     each_moment(worker.pair, now_ms, worker.pair.step)
     for request in [each for each in worker.requests if isinstance(each, LoadingRequest)]:
@@ -301,10 +302,10 @@ def tick(worker: KvWorker, now_ms: float) -> None:
 
 
 def each_moment(port: Any, now_ms: float, act: Callable[[float], object]) -> None:
-    """Let an engine of a pair act at each moment (in seconds) of its own up to now, and now.
+    """Call `act` at each time (in seconds) at which an engine of a pair is due, up to now, and now.
 
     Raises:
-        ValueError: the time is not a finite number of at least 0, or before the engine's.
+        ValueError: the time is not a finite number of at least 0, or is before the engine's time.
     """
     now_s = check_time(now_ms) / 1000
     if now_s < port.now_s:

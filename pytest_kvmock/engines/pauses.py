@@ -1,4 +1,4 @@
-"""Resets, pauses and sleeps of a worker: when its cache is emptied, and when its events say so."""
+"""Resets, pauses and sleeps of a worker: when its cache is emptied, and when its events show it."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.engines.base.host_time import HostTime
 
 PauseMode: TypeAlias = Literal["abort", "wait", "keep"]
-"""What becomes of requests when a worker is paused."""
+"""The treatment of requests when a worker is paused."""
 
 _PAUSES: Final = ("abort", "wait", "keep")
 
 
 class Pausing:
-    """The part of `KvWorker` that is about resets and pauses, and about what leaves with a step.
+    """The part of `KvWorker` for resets and pauses, and for events that are published with a step.
 
     Attributes:
         is_sleeping: whether it was put to sleep, and not woken up since (`sleep`).
@@ -43,25 +43,26 @@ class Pausing:
 
     @property
     def clears_with_a_step(self) -> bool:
-        """Whether the Cleared of `reset` leaves with the next step alone, as vLLM's does."""
+        """Whether the Cleared of `reset` is published only with the next step, as in vLLM."""
         return self._powers.clears_with_a_step
 
     def reset(self, *, running: bool = False, external: bool = False) -> bool:
-        """Drop all that is cached, as vLLM's `/reset_prefix_cache` does: its Cleared leaves with the next step alone.
+        """Drop all cached blocks, like vLLM's `/reset_prefix_cache`: the Cleared is published only with the next step.
 
-        So until the next request, the stream shows a full cache. Other engines publish it at once, as `clear`.
+        So until the next request, the stream shows a full cache. Other engines publish the Cleared at once, as `clear`
+        does.
 
         Args:
-            running: preempt the requests that run; each gets its blocks again by `Request.resume`. Over Mooncake's
-                store the engine ends by that, as the original does: `EngineDied`.
-            external: empty what is below the device too, without an event (`reset_external`); Mooncake's store for all
-                of its engines.
+            running: preempt the running requests; each gets its blocks again by `Request.resume`. With Mooncake's
+                store this ends the engine, as in the original: `EngineDied`.
+            external: also empty the tiers below the device, without an event (`reset_external`); Mooncake's store is
+                emptied for all its engines.
 
         Returns:
-            False, and nothing happens, while requests run.
+            False, with nothing changed, while requests run.
 
         Raises:
-            ValueError: `external`, and nothing is below the device.
+            ValueError: `external` is given, but nothing is below the device.
         """
         if external and self._host_time is None:
             raise ValueError(f"reset: external=True empties what is below the device, and {self!r} has nothing there")
@@ -88,10 +89,10 @@ class Pausing:
         return cleared
 
     def step_begins(self, *, held: bool = False) -> None:
-        """A step of the engine begins, with which the Cleared of a reset leaves.
+        """Begin a step of the engine; a waiting Cleared of a reset is published with it.
 
         Args:
-            held: with all that the step publishes, as `release_events` is called at its end.
+            held: keep the Cleared held with all events of the step, until `release_events` is called at its end.
         """
         if self._cleared_waits:
             self._cleared_waits = False
@@ -100,12 +101,12 @@ class Pausing:
 
     @property
     def cleared_waits(self) -> bool:
-        """Whether its cache was emptied by `reset`, and no step has said so yet: until then no answer is wrong."""
+        """Whether the Cleared of a `reset` still waits for a step; until then no answer of an index is wrong."""
         return self._cleared_waits
 
     @property
     def has_published(self) -> bool:
-        """Whether a manager of it ever published anything, before a restart too."""
+        """Whether one of its managers ever published an event, also before a restart."""
         return self._recorder.published
 
     def hold_events(self) -> None:
@@ -113,19 +114,19 @@ class Pausing:
         self._recorder.holds = True
 
     def release_events(self) -> None:
-        """Publish the events that are held, in order, and hold none from now on."""
+        """Publish the held events, in order, and hold none from now on."""
         self._recorder.release()
 
     def pause(self, mode: PauseMode = "abort", *, clear_cache: bool = True) -> None:
-        """Take no new requests until `resume`, as vLLM's `/pause`.
+        """Accept no new requests until `resume`, like vLLM's `/pause`.
 
         Args:
             mode: "abort" ends all requests; "wait" lets them end; "keep" freezes them: with a cleared cache they lose
-                their blocks, and get them again by `Request.resume` after that.
-            clear_cache: reset the cache, once no request runs; else old blocks serve on.
+                their blocks, and get them again by `Request.resume` later.
+            clear_cache: reset the cache once no request runs; if False, cached blocks are reused later.
 
         Raises:
-            ValueError: an unknown mode, or an engine in time uses the worker.
+            ValueError: the mode is unknown, or an engine in time uses the worker.
         """
         if mode not in _PAUSES:
             raise ValueError(unknown_text("mode of a pause", mode, _PAUSES))
@@ -138,47 +139,49 @@ class Pausing:
         self._resets_when_idle = clear_cache and not self.reset(running=mode == "keep")
 
     def resume(self) -> None:
-        """Take requests again, after `pause`."""
+        """Accept requests again after `pause`."""
         self._paused, self._resets_when_idle = None, False
 
     @property
     def paused(self) -> PauseMode | None:
-        """How it is paused; None if it is not paused."""
+        """The mode of its pause; None if it is not paused."""
         return self._paused
 
     def sleep(self, level: int = 1, mode: PauseMode = "abort") -> None:
-        """Pause until `wake_up`, as vLLM's `/sleep`: from level 1 on with a cleared cache, unsaid by events.
+        """Pause until `wake_up`, like vLLM's `/sleep`; from level 1 on the cache is reset.
+
+        Events show this only with the next step; see `reset`.
 
         Raises:
-            ValueError: the level is not an integer of at least 0; or as for `pause`.
+            ValueError: the level is not an integer of at least 0; or see `pause`.
         """
         check_integer("level", level, 0)
         self.pause(mode, clear_cache=level > 0)
         self.is_sleeping = True
 
     def wake_up(self) -> None:
-        """Take requests again, after `sleep`."""
+        """Accept requests again after `sleep`."""
         self.is_sleeping = False
         self.resume()
 
     def crash(self) -> None:
-        """Die; see `KvWorker`."""
+        """Let the engine die; see `KvWorker`."""
         raise NotImplementedError
 
     def _check_takes(self, what: str) -> None:
         raise NotImplementedError
 
     def _forget_pauses(self) -> None:
-        """Begin as a process that was neither reset nor paused."""
+        """Start like a process that was neither reset nor paused."""
         self._cleared_waits = False
         self.wake_up()
 
     def _admission_begins(self, state: Any) -> None:
-        """A step looks a request up: what waited leaves, and what the request hits is published if it asked for that.
+        """Begin a step that looks up a request: publish a waiting Cleared, and the hits if the request asks for them.
 
         Raises:
             RequestError: the worker is paused.
-            FullReportError: the engine ends by the report, and has lost all its requests.
+            FullReportError: the report ends the engine, and all its requests are lost.
         """
         self._check_takes("a request")
         self.step_begins()
@@ -193,7 +196,7 @@ class Pausing:
             raise
 
     def _decode_begins(self) -> None:
-        """A step computes tokens of a request that runs.
+        """Begin a step that computes tokens of a running request.
 
         Raises:
             RequestError: the worker is paused, and its requests are frozen.

@@ -28,7 +28,7 @@ class NamedProfile:
 
     Attributes:
         name: its name.
-        fields: the fields of `EngineProfile` that it sets, those of its bases included.
+        fields: the fields of `EngineProfile` that it or its bases set.
         description: its purpose; may be empty.
         place: its file and line.
     """
@@ -39,15 +39,16 @@ class NamedProfile:
     place: Place
 
     def in_place_of(self, base: EngineProfile) -> EngineProfile:
-        """The whole profile. Fields that it does not set have the defaults of `EngineProfile`, but for the seed, which
-        is not a property of an engine: that stays `base`'s.
+        """Return the whole profile. Unset fields have the defaults of `EngineProfile`.
+
+        Only the seed stays that of `base`, because it is not a property of an engine.
         """
         return EngineProfile(**{"seed": base.seed, **self.fields})
 
 
 @dataclass(slots=True)
 class _Draft:
-    """A profile as it is written, without its base's fields."""
+    """A profile as written in its file, without its base's fields."""
 
     place: Place
     base: YamlNode | None
@@ -58,19 +59,19 @@ class _Draft:
 def read_profiles(files: Iterable[tuple[Path, str]]) -> dict[str, NamedProfile]:
     """Read the profiles of some files.
 
-    A file has the one key `profiles`, with a mapping of names to profiles. A profile has fields of `EngineProfile`, and
-    may have a `description` and a `base`: the name of another profile, in any of the files, whose fields it has where
-    it does not set them itself.
+    A file has only the key `profiles`, with a mapping of names to profiles. A profile has fields of `EngineProfile`. It
+    may have a `description` and a `base`: the name of another profile in any of the files, from which it takes the
+    fields that it does not set itself.
 
     Args:
-        files: each with the name that messages use.
+        files: the path of each file, with the name that messages use.
 
     Returns:
-        The profiles by name, in their order there.
+        The profiles by name, in the order of the files.
 
     Raises:
-        YamlError: a file cannot be read or is not of this form, a name is there twice,
-            a value is out of range, a base does not exist, or is based on what it is the base of.
+        YamlError: a file cannot be read or has another form, a name occurs twice, a value is out of range, or a base
+            does not exist or is based on its own profile.
     """
     drafts: dict[str, _Draft] = {}
     for path, shown in files:
@@ -122,11 +123,11 @@ def _field(name: str) -> Callable[[YamlNode], Any]:
 FIELDS: Final[Mapping[str, Callable[[YamlNode], Any]]] = {
     field.name: _field(field.name) for field in fields(EngineProfile)
 }
-"""What reads each field of an `EngineProfile`."""
+"""The reader of each field of an `EngineProfile`."""
 
 
 def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:
-    """Lay a profile over its base, that over its own, and so on."""
+    """Return a profile with the fields of its base, of the base's base, and so on."""
     chain = [name]
     given: dict[str, Any] = {}
     while True:
@@ -143,6 +144,6 @@ def _complete(name: str, drafts: Mapping[str, _Draft]) -> NamedProfile:
     own = drafts[name]
     try:
         EngineProfile(**given)
-    except ValueError as error:  # of fields that are too much together
+    except ValueError as error:  # fields that are valid alone, but too large together
         raise YamlError(f"{name}: {error}", own.place) from None
     return NamedProfile(name, given, own.description, own.place)

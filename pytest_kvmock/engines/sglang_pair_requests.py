@@ -1,6 +1,6 @@
-"""Requests of SGLang's P/D pairs by hand: P computes when D has pages, and a test says when they have come.
+"""Requests of SGLang's P/D pairs by hand: P computes when D has pages, and a test decides when its data has arrived.
 
-Each operation of a worker lets the queues of its engine and of its peers act until nothing changes.
+Each operation of a worker runs the queues of its engine and of its peers until nothing changes.
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ if TYPE_CHECKING:
 
 
 class SglangLoadingRequest(LegRequest):
-    """A decode leg: it waits for pages, for P's data and for a place, and then runs as any request.
+    """A decode leg: it waits for pages, for P's data and for a place, and then runs like any request.
 
-    `KvWorker.load` makes one. Its status is "waiting" until it has pages, "loading" until its transfer
-    has ended, then "running"; "failed" where handshake or transfer failed; "aborted" where it was
-    finished before it ran.
+    `KvWorker.load` makes it. Its status is "waiting" until it has pages, "loading" until its transfer has ended, then
+    "running"; "failed" if its handshake or transfer failed; "aborted" if it was finished before it ran.
     """
 
     _port: SglangPort
@@ -37,7 +36,7 @@ class SglangLoadingRequest(LegRequest):
         self._status = "waiting"
 
     def begin(self, hand_over: Mapping[str, Any] | None) -> None:
-        """Ask for pages; see `KvWorker.load`."""
+        """Request pages; see `KvWorker.load`."""
         port = self._port
         manager: Any = self._worker.manager
         kept = port.role.options.num_reserved_decode_tokens
@@ -51,15 +50,15 @@ class SglangLoadingRequest(LegRequest):
         port.settle()
 
     def end_transfer(self) -> None:
-        """P's pages have come: P's leg is answered, and this request joins the batch, which publishes.
+        """End the transfer: P's leg gets its answer, and this request joins the batch, which publishes.
 
         Raises:
-            RequestError: it waits for no transfer, or P has not sent all.
+            RequestError: it waits for no transfer, or P has not sent the whole prompt.
         """
         self._end_transfer(is_well=True)
 
     def fail_transfer(self) -> None:
-        """The transfer failed: both legs end with an error, and P's prompt stays cached.
+        """Let the transfer fail: both legs end with an error, and P's prompt stays cached.
 
         Raises:
             RequestError: see `end_transfer`.
@@ -82,7 +81,7 @@ class SglangLoadingRequest(LegRequest):
         self._look()
 
     def _look(self) -> None:
-        """Take over what the engine made of its leg."""
+        """Update its state from the engine's leg."""
         leg, side = self._leg, self._port.decode
         if leg is None or side is None or self._status in ("failed", "aborted", "finished", "lost"):
             return
@@ -116,7 +115,7 @@ class SglangLoadingRequest(LegRequest):
         self._status = "preempted"
 
     def resume(self) -> None:
-        """Get pages again, into which its KV is copied back; nothing is matched.
+        """Get new pages, to which its KV is copied back; nothing is matched.
 
         Raises:
             OutOfBlocks: there is no room; it stays preempted.
@@ -133,7 +132,7 @@ class SglangLoadingRequest(LegRequest):
         """Finish the request; while it is loading, its pages are kept as long as P may write into them.
 
         Raises:
-            RequestError: it is over, or its worker restarted.
+            RequestError: it has ended, or its worker restarted.
         """
         self._look()
         self._need("finish", *self._open)
@@ -161,10 +160,10 @@ def load(worker: KvWorker, prompt: Prompt | TokenIds, hand_over: Mapping[str, An
 def serve(
     worker: KvWorker, prompt: Prompt | TokenIds, output_tokens: int, hand_over: Mapping[str, Any] | None
 ) -> Served:
-    """Give a prefill engine its leg, which it computes when a decode engine has pages; see `KvWorker.serve`.
+    """Open a prefill leg; the engine computes it when a decode engine has pages. See `KvWorker.serve`.
 
-    Its answer comes with the end of the transfer; what is cached and stored then is not known here, unless the
-    decode leg came first.
+    Its answer comes at the end of the transfer. The cached tokens and stored blocks are known here only if the decode
+    leg came first.
     """
     port: SglangPort = worker.pair
     if port.role.worker_type != "prefill":
@@ -190,10 +189,10 @@ def serve(
 
 
 def tick(worker: KvWorker, now_ms: float) -> None:
-    """Move the time of an engine forward: waits end in their order.
+    """Move the time of an engine forward; waits end in order.
 
     Raises:
-        ValueError: the time is not a finite number of at least 0, or before the engine's.
+        ValueError: the time is not a finite number of at least 0, or is before the engine's time.
     """
     port: SglangPort = worker.pair
 

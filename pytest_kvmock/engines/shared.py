@@ -1,6 +1,6 @@
-"""What is below the device of an engine that shares a store: each kind of store that has engines is a row of `SHARED`.
+"""Stores that engines share below their devices: each kind of store that has engines is a row of `SHARED`.
 
-A kind without a row is a rule for events that a test publishes itself.
+A kind without a row only has rules for events that a test publishes itself.
 """
 
 from __future__ import annotations
@@ -20,16 +20,17 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SharedKind:
-    """How workers share a store of one kind.
+    """The rules by which workers share one kind of store.
 
     Attributes:
-        make: makes what they share.
-        below: returns what is below the device of an engine that is made, as the option `tiers` of its backend.
-        put: puts a block manager that was made over it.
-        layout: what shapes a block of a manager in the store, in words, beyond its name; workers of different layouts
-            do not find each other's blocks. It raises ValueError for a manager that has no place for such a store.
-        is_first: whether a manager must be put over it before its driver is made.
-        tiers: the `tiers` that a worker needs for it, beyond a host; None: it stands in the place of a host.
+        make: makes the shared store.
+        below: returns the option `tiers` of a new engine's backend, for an engine with this store.
+        put: connects an existing block manager to the store.
+        layout: returns a text on the layout of a manager's blocks in the store, beyond their names; workers with
+            different layouts do not find each other's blocks. It raises ValueError for a manager without a place for
+            such a store.
+        is_first: whether a manager must be connected to it before its driver is made.
+        tiers: the `tiers` that a worker needs for it, in addition to a host; None: the store replaces a host.
     """
 
     make: Callable[[StoreSpec], Any]
@@ -41,16 +42,16 @@ class SharedKind:
 
 
 def store_below(spec: StoreSpec, made: dict[str, Any], tiers: Any) -> Any:
-    """Return what is below the device of an engine that can load from a store, as the option `tiers` of its backend.
+    """Return the option `tiers` of the backend of an engine that can load from a store.
 
     Args:
         spec: the store.
-        made: the stores that there are, by name; this one is added with its first engine.
-        tiers: what the engine has below its device besides; None: nothing.
+        made: the existing stores by name; this store is added with its first engine.
+        tiers: the engine's other tiers below its device; None: none.
 
     Raises:
-        ValueError: the store is of a kind that no engine here has, or does not go with the tiers.
-        ImportError: LMCache's, and blake3 is not installed.
+        ValueError: the store does not fit the tiers.
+        ImportError: the store is LMCache's, and blake3 is not installed.
     """
     kind = SHARED.get(spec.kind)
     if kind is None:
@@ -128,7 +129,7 @@ def _attach(spec: StoreSpec, store: Any, manager: Any) -> None:
 
 
 def _copies(spec: StoreSpec, manager: Any, ranks: int = 1) -> Any:
-    """The time that transfers take, each of one rank."""
+    """Return the durations of transfers, in which each rank moves its part of a block."""
     from pytest_kvmock.engines.vllm.host.timed_copies import TimedCopies
 
     return TimedCopies(spec["gbps"], spec["bytes_per_token"] * manager.block_size // ranks)
@@ -154,7 +155,7 @@ def _over_master(spec: StoreSpec, master: Any, manager: Any) -> None:  # noqa: A
 
 
 def _layout_of_files(manager: Any) -> str:
-    """The part of vLLM's digest of a folder (`file_mapper.py`) that is not in the names of blocks."""
+    """Return the part of vLLM's digest of a folder (`file_mapper.py`) that is not in the names of blocks."""
     offload: Any = getattr(manager, "offload", None)
     if getattr(offload, "files", None) is None:
         raise ValueError("a store of kind 'files' is below a host; give tiers={'host': …, 'files': True}")
@@ -190,11 +191,11 @@ SHARED: Final[Mapping[str, SharedKind]] = MappingProxyType(
         ),
     }
 )
-"""The kinds of stores that engines have, by name."""
+"""The kinds of stores that engines can have, by name."""
 
 
 def tiers_of(stores: Iterable[StoreSpec], num_blocks: int) -> Tiers | None:
-    """Return the tiers that workers need for stores, with a host of `num_blocks` blocks; None: they need none."""
+    """Return the tiers that workers need for stores, with a host of `num_blocks` blocks; None if they need none."""
     from pytest_kvmock.engines.tiers import Tiers
 
     found = [below for each in stores if each.kind in SHARED and (below := SHARED[each.kind].tiers) is not None]

@@ -1,6 +1,6 @@
-"""What users say of the tiers below the device: `tiers={"host": 64, "gbps": 14.0}`, read in one place.
+"""The user's settings of the tiers below the device: `tiers={"host": 64, "gbps": 14.0}`, read in one place.
 
-One subject: the keys of `tiers`, and what each engine makes of them.
+One subject: the keys of `tiers`, and their use by each engine.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.engines.vllm.hybrid import VllmHybridManager
 
 DEFAULT_BYTES_PER_TOKEN: Final = 160_000
-"""KV cache of a token: 70 billion parameters at 8 bits, roughly; 16 tokens take 0.18 ms at 14 GB/s."""
+"""KV cache of a token, roughly for 70 billion parameters at 8 bits; 16 tokens take 0.18 ms at 14 GB/s."""
 
 DEFAULT_FILE_GBPS: Final = 3.0
-"""Of a folder on one disk, roughly."""
+"""Rough bandwidth of a folder on one disk."""
 
 _MOST_BYTES: Final = 2**63 - 1
 _SAME_AS_HOST: Final = "g2"
@@ -74,45 +74,45 @@ class Tiers:
         host: its capacity in blocks.
         gbps: bandwidth of the link to it and of the link back, in GB/s; 0 is infinite.
         bytes_per_token: bytes of KV cache a token.
-        batch: of Dynamo's backends: blocks of one transfer to the host, and transfers at once; None: the largest whose
-            square fits the host.
-        chunk: of `vllm`, as what follows: blocks of a chunk (`blocks_per_chunk`), which `host` is a multiple of.
-        policy: what the host evicts (`eviction_policy`): "lru" or "arc".
-        self_describing: whether its events have tokens and parents (`self_describing_kv_events`), or name places alone.
-        prompt_only: whether only prompts are stored (`offload_prompt_only`), and not what is generated.
+        batch: for Dynamo's backends: blocks of one transfer to the host, and transfers at once; None: the largest
+            number whose square fits the host.
+        chunk: for `vllm` (like the fields up to `file_gbps`): blocks of a chunk (`blocks_per_chunk`); it divides
+            `host`.
+        policy: the host's eviction policy (`eviction_policy`): "lru" or "arc".
+        self_describing: whether its events have tokens and parents (`self_describing_kv_events`), or only locations.
+        prompt_only: whether only prompts are stored (`offload_prompt_only`), and no output.
         store_threshold: how often a chunk must be offered before it is stored; below 2: at once.
-        max_load_tokens: tokens that are loaded for a request at most, as in its `kv_transfer_params`; None: no limit.
-        max_offload_tokens: tokens of a request that are stored at most, as in its `kv_transfer_params`; None: no limit.
-        async_scheduling: whether two batches are in flight, as servers have them by default: what one finds done is
-            reported with the next.
-        connector: of `vllm`, what keeps the host: "native", its offload, with `chunk` and what follows it; or "simple",
-            its `SimpleCPUOffloadConnector`: a second block pool, of which `host` are the usable blocks.
-        lazy: of the simple one: whether what the device evicts next is copied (`lazy_offload`), and not what it
-            computed. A pool with fewer blocks than the device caches never rests then: `EndlessOffloadError`.
-        disk: of the simple one: whether the pool is a file (`kv_offload_backend: disk`), which its events say.
+        max_load_tokens: maximum tokens that are loaded for a request, as in its `kv_transfer_params`; None: no limit.
+        max_offload_tokens: maximum tokens of a request that are stored, as in its `kv_transfer_params`; None: no limit.
+        async_scheduling: whether two batches are in flight, as servers do by default: copies that one batch finds done
+            are reported with the next.
+        connector: the connector that keeps the host: "native", vLLM's offload, with `chunk` and the fields after it; or
+            "simple", its `SimpleCPUOffloadConnector`: a second block pool with `host` usable blocks.
+        lazy: with "simple": whether blocks are copied when the device will evict them next (`lazy_offload`), not when
+            they are computed. Then a pool with fewer blocks than the device caches never rests: `EndlessOffloadError`.
+        disk: with "simple": whether the pool is a file (`kv_offload_backend: disk`); its events show this.
         files: whether there is a folder of files below the host (`TieringOffloadingSpec` with a tier `fs`).
-        file_events: whether what was written there is published; vLLM's own default (`enable_kv_events`) is False.
-        file_locality: as its events say: "LOCAL", "REMOTE", or None.
+        file_events: whether written files are published; vLLM's own default (`enable_kv_events`) is False.
+        file_locality: the locality in its events: "LOCAL", "REMOTE", or None.
         file_gbps: bandwidth to the folder and back, in GB/s; 0 is infinite.
-        write_policy: of `sglang`: when blocks are copied to the host: "write_through" (at the first use),
+        write_policy: for `sglang`: when blocks are copied to the host: "write_through" (at the first use),
             "write_through_selective" (at the second) or "write_back" (when the device evicts them).
-        storage: of `sglang`: whether there is a storage behind the host, in memory, which the workers of a harness
-            share.
-        prefetch_policy: with a storage, as what follows: how long a request waits for what it has: "best_effort"
-            (not at all), "wait_complete" or "timeout".
-        prefetch_threshold: tokens that must be there at least to be fetched from it.
-        prefetch_timeout_base: with "timeout": seconds that a request waits at most.
-        prefetch_timeout_per_ki_token: seconds besides for each 1024 tokens.
-        retry_interval: steps after which what was not found is looked up again; 0: never.
-        retry_attempts: how often, a request.
-        storage_batch: blocks that are read at once.
-        store: its pages; None: each manager has its own.
+        storage: for `sglang`: whether there is a storage in memory behind the host, shared by the workers of a harness.
+        prefetch_policy: with a storage (like the fields up to `storage_batch`): how long a request waits for a
+            prefetch: "best_effort" (not at all), "wait_complete" or "timeout".
+        prefetch_threshold: minimum number of tokens that are prefetched.
+        prefetch_timeout_base: with "timeout": maximum seconds that a request waits.
+        prefetch_timeout_per_ki_token: additional seconds for each 1024 tokens.
+        retry_interval: steps after which blocks that were not found are looked up again; 0: never.
+        retry_attempts: maximum number of these look-ups for a request.
+        storage_batch: number of blocks that are read at once.
+        store: the pages of the storage; None: each manager has its own.
         folder: the files; None: each manager has its own.
 
     Raises:
-        ValueError: a value is invalid, `chunk` does not divide `host`, there are `files` and a `store_threshold`, or
-            what is of files and none; or `batch` squared is more than `host`: with that many blocks under way the host
-            could not hold a batch whole, which then is lost, with its slots on the device.
+        ValueError: a value is invalid, `chunk` does not divide `host`, `files` and `store_threshold` are both set, an
+            option of files is set without `files`, or `batch` squared exceeds `host`. In the last case the host might
+            not hold a whole batch, which would be lost with its slots on the device.
     """
 
     host: int
@@ -225,11 +225,11 @@ class Tiers:
 
     @classmethod
     def of(cls, value: object) -> Tiers:
-        """Read tiers from a mapping as users write it; tiers are returned as they are.
+        """Read tiers from a user's mapping; a `Tiers` is returned unchanged.
 
         Raises:
-            ValueError: it is not a mapping, a key is unknown or not built, the host is missing or given twice; or as
-                above.
+            ValueError: it is not a mapping, a key is unknown or not built, or the host is missing or given twice; see
+                also `Tiers`.
         """
         if isinstance(value, Tiers):
             return value
@@ -256,15 +256,15 @@ class Tiers:
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `of` reads, without defaults."""
+        """Return the mapping that `of` reads, without defaults."""
         values = {each.name: (getattr(self, each.name), each.default) for each in fields(self) if each.init}
         return {name: value for name, (value, default) in values.items() if value != default}
 
     def make(self, block_size: int) -> OffloadEngine:
-        """Make the engine of one of Dynamo's managers, whose blocks have `block_size` tokens.
+        """Return an offload engine for one of Dynamo's managers, whose blocks have `block_size` tokens.
 
         Raises:
-            ValueError: they have what only vLLM's have.
+            ValueError: an option of another engine is set.
         """
         self._check_has((*_OF_VLLM, *_OF_SIMPLE, *_OF_SGLANG), "a host that evicted blocks travel to has", _OF_DYNAMO)
         return HostOffload(
@@ -277,19 +277,19 @@ class Tiers:
 
     @property
     def below(self) -> StorageTier:
-        """The tier that it is."""
+        """The tier that these settings describe: the host, or a disk."""
         return StorageTier.DISK if self.disk else StorageTier.HOST_PINNED
 
     @property
     def leaves_holes(self) -> bool:
-        """Whether the device may evict a block before those behind it."""
+        """Whether the device may evict a block before the blocks behind it."""
         return self.connector == "simple"
 
     def make_simple(self, manager: VllmHybridManager) -> tuple[SimpleHost, TimedCopies]:
-        """Make the pool below one of vLLM's managers, and the time that its copies take.
+        """Return the pool below one of vLLM's managers, and the durations of its copies.
 
         Raises:
-            ValueError: they have what only others have, or the manager has blocks of several sizes.
+            ValueError: an option of another engine is set, or the manager has blocks of several sizes.
         """
         from pytest_kvmock.engines.vllm.host.simple_host import SimpleHost
 
@@ -301,11 +301,12 @@ class Tiers:
         return host, TimedCopies(self.gbps, block_bytes, reports_late=self.async_scheduling)
 
     def make_native(self, block_size: int) -> tuple[dict[str, Any], TimedCopies]:
-        """Make the options of the host of one of vLLM's managers, whose blocks have `block_size` tokens, and the time
-        that its transfers take.
+        """Return the host's options for one of vLLM's managers, and the durations of its transfers.
+
+        The manager's blocks have `block_size` tokens.
 
         Raises:
-            ValueError: they have what only Dynamo's have.
+            ValueError: an option of another engine is set.
         """
         self._check_has((*_OF_DYNAMO, *_OF_SGLANG, *_OF_SIMPLE), "vLLM's native offload has", _OF_VLLM)
         files = None
@@ -335,10 +336,10 @@ class Tiers:
         return options, TimedCopies(self.gbps, self.bytes_per_token * block_size, reports_late=self.async_scheduling)
 
     def make_hicache(self, block_size: int) -> tuple[HostLinks, dict[str, Any]]:
-        """Make the links of one of SGLang's managers, whose blocks have `block_size` tokens, and its host's options.
+        """Return the links of one of SGLang's managers, whose blocks have `block_size` tokens, and its host's options.
 
         Raises:
-            ValueError: they have what only others have.
+            ValueError: an option of another engine is set.
         """
         self._check_has((*_OF_DYNAMO, *_OF_VLLM, *_OF_SIMPLE), "SGLang's HiCache has", _OF_SGLANG)
         options: dict[str, Any] = {"host_blocks": self.host, "write_policy": self.write_policy}
@@ -359,7 +360,7 @@ class Tiers:
         return HostLinks(self.gbps, self.bytes_per_token * block_size), options
 
     def with_store(self, store: PageStore | None = None) -> Tiers:
-        """These, with a storage that all managers share which are made from them; None: one of their own."""
+        """Return these tiers with a storage that all managers made from them share; None: a new one."""
         from pytest_kvmock.engines.sglang.host.hicache_storage import PageStore
 
         shared = replace(self)
@@ -367,10 +368,10 @@ class Tiers:
         return shared
 
     def with_folder(self, folder: FileStore) -> Tiers:
-        """These, over a folder that others have too.
+        """Return these tiers with a shared folder.
 
         Raises:
-            ValueError: they have no files.
+            ValueError: `files` is not set.
         """
         if not self.files:
             raise ValueError(
@@ -388,7 +389,7 @@ class Tiers:
 
 
 def host_time_of(driver: Any, now: float) -> HostTime:
-    """Return the host's time of a worker whose driver's manager has a host below it, of any kind."""
+    """Return the host time of a worker whose manager has a host of any kind."""
     if isinstance(driver.manager.offload, HostLinks):
         from pytest_kvmock.engines.sglang.host.hicache_host_time import HiCacheHostTime
 

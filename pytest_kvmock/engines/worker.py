@@ -1,9 +1,9 @@
-"""One engine as the router sees it, without time: requests in, events out.
+"""One engine from the router's view, without time: requests in, events out.
 
-A worker takes requests; block managers take moves, or requests of their own. Between them stands a `Driver`,
+A worker takes requests; block managers take moves, or their own kind of requests. A `Driver` connects the two. There is
 one for each kind of manager, and nothing else depends on the kind.
 
-One subject: a request on a worker, and what becomes of it when the worker clears or restarts.
+One subject: a request on a worker, and its fate when the worker clears or restarts.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ class OutOfBlocks(KvMockError, RuntimeError):  # noqa: N818 - the name that engi
     """A request does not fit; nothing has changed.
 
     Attributes:
-        requested: blocks that it needs and that no running request holds.
-        available: blocks that no running request holds.
-        where: of which window these are, where an engine has several of blocks of their own, in words; else "".
+        requested: number of blocks that it needs and no running request holds.
+        available: number of blocks that no running request holds.
+        where: text on the window of these blocks, if an engine has separate blocks for several windows; else "".
     """
 
     def __init__(self, requested: int, available: int, where: str = "") -> None:
@@ -83,7 +83,7 @@ class OutOfBlocks(KvMockError, RuntimeError):  # noqa: N818 - the name that engi
 
 
 class RequestError(KvMockError, RuntimeError):
-    """A request was asked for what its state does not allow."""
+    """An operation is not allowed in the request's state."""
 
 
 class OpenRequest(Protocol):
@@ -91,31 +91,31 @@ class OpenRequest(Protocol):
 
     @property
     def status(self) -> str:
-        """The request's state, in one word."""
+        """The request's state, as one word."""
 
     @property
     def blocks(self) -> Sequence[Block]:
         """Its blocks in order."""
 
     def __len__(self) -> int:
-        """Tokens of prompt and output so far."""
+        """Number of tokens of prompt and output so far."""
 
     def lose(self) -> None:
-        """Give the request up, as its worker restarts."""
+        """Give the request up, because its worker restarts."""
 
 
 class Engine(Protocol):
     """The interface of an engine to its worker."""
 
     def worker_restarted(self) -> None:
-        """Begin again: the worker restarted, and has another driver."""
+        """Start over: the worker restarted, and has another driver."""
 
 
 class Served(NamedTuple):
     """The result of `KvWorker.serve`.
 
     Attributes:
-        cached_tokens: tokens of the prompt that were cached already.
+        cached_tokens: number of prompt tokens that were cached already.
         stored_blocks: hashes of the blocks that became cached, in order.
     """
 
@@ -124,18 +124,18 @@ class Served(NamedTuple):
 
     @property
     def hand_over(self) -> HandOver | None:
-        """The parameters for a decode engine, if they were asked for and the engine gives some."""
+        """The parameters for a decode engine; None if they were not requested, or the engine gives none."""
         return None
 
 
 class Request:
-    """One request on a worker, from prefill to finish. As a context manager it finishes when it is left.
+    """One request on a worker, from prefill to finish. As a context manager it finishes at the exit.
 
     Attributes:
         prompt: the prompt.
-        cached_tokens: tokens of the prompt that were cached when it was admitted (or resumed).
-        onboarded_tokens: those of them that were brought back from the host for it: also when a first `prefill` did not
-            wait for them.
+        cached_tokens: number of prompt tokens that were cached at its admission (or when it was resumed).
+        onboarded_tokens: number of these tokens that were loaded back from the host for it, even if an earlier
+            `prefill` did not wait for them.
     """
 
     def __init__(self, worker: KvWorker, prompt: Prompt) -> None:
@@ -170,26 +170,26 @@ class Request:
 
     @property
     def blocks(self) -> list[Block]:
-        """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
+        """Its blocks in order: sequence hashes, and the UUID of a partial last one."""
         return list(self._state.blocks)
 
     def decode(self, tokens: int | Sequence[int] = 1, accepted: Sequence[int] | None = None) -> None:
-        """Generate tokens: a number of one-token steps, or given tokens.
+        """Generate tokens, one a step.
 
-        When a block that they fill is published is the engine's nature: `KvWorker.traits.stores_when`.
+        `KvWorker.traits.stores_when` shows when the engine publishes a block that they fill.
 
         Args:
-            tokens: how many, or which.
-            accepted: of an engine with a draft model, how many drafts each step accepts: it generates these, and one
-                token more. None to reject all drafts of all steps.
+            tokens: number of tokens, or the tokens.
+            accepted: for an engine with a draft model, the number of drafts that each step accepts: it generates these,
+                and one more token. None to reject all drafts of all steps.
 
         Raises:
             OutOfBlocks: not all of them fit; none was generated.
-            SlotsLost: with tiers, a step needs a block, and nothing will ever free one. The tokens before it were
-                generated, and the request runs on.
+            SlotsLost: with tiers, a step needs a block that will never be free. The tokens before it were generated,
+                and the request keeps running.
             RequestError: the request is not running.
-            ValueError: a token, or the count, out of range; or `accepted` are not as many drafts as steps can accept,
-                or do not add up to `tokens`.
+            ValueError: a token, or the count, is out of range; or a number in `accepted` exceeds the drafts of a step,
+                or they do not add up to `tokens`.
         """
         given = None if accepted is None else tuple(accepted)
         self._record(Decode, tuple(tokens) if isinstance(tokens, list) else tokens, None, given)
@@ -221,11 +221,11 @@ class Request:
             raise OutOfBlocks(requested, available, "" if scarce is None else scarce())
 
     def lose(self) -> None:
-        """Give the request up, as its worker restarts."""
+        """Give the request up, because its worker restarts."""
         self._status = "lost"
 
     def finish(self) -> None:
-        """Finish the request and free its blocks. Full ones stay cached, evictable once no other request holds them.
+        """Finish the request and free its blocks. Full blocks stay cached, evictable once no other request holds them.
 
         Raises:
             RequestError: it is finished, or its worker restarted.
@@ -247,12 +247,12 @@ class Request:
         self._status = "preempted"
 
     def resume(self) -> None:
-        """Get blocks again for all tokens so far, from the cache where they still are.
+        """Allocate blocks again for all tokens so far, from the cache if they are still there.
 
         Raises:
             OutOfBlocks: they do not fit; it stays preempted.
-            SlotsLost: with tiers, they would fit, and nothing will ever free them all; it stays preempted, with all
-                that it had generated.
+            SlotsLost: with tiers, they would fit, but some slots will never be free; it stays preempted, and keeps its
+                output.
             RequestError: the request is not preempted.
         """
         self._record(Resume)
@@ -296,7 +296,7 @@ class Request:
         self._status = "running"
 
     def _of_prompt(self, tokens: int) -> int:
-        """How many of its first tokens are of the prompt."""
+        """Return how many of its first `tokens` tokens belong to the prompt."""
         return min(tokens, self.prompt.length(self._driver.manager.block_size))
 
     def _end(self, status: str) -> None:
@@ -316,7 +316,7 @@ class Request:
 
 
 def _runs(steps: Sequence[int], accepted: tuple[int, ...], drafts: int) -> list[Sequence[int]]:
-    """The tokens of each step, by how many drafts it accepts."""
+    """Return the tokens of each step, by its number of accepted drafts."""
     if not all(is_integer(count, 0) and count <= drafts for count in accepted):
         raise ValueError(
             f"decode: accepted must be integers from 0 to {drafts}, the drafts of a step, got {accepted!r:.80}"
@@ -335,7 +335,7 @@ def _runs(steps: Sequence[int], accepted: tuple[int, ...], drafts: int) -> list[
 
 
 def _pair_requests(role: PairRole | SglangRole | None) -> Any:
-    """The module of requests of P/D pairs, which builds on this one."""
+    """Return the module of requests of P/D pairs; it imports this module."""
     return import_module(f"pytest_kvmock.engines.{getattr(role, 'requests_in', 'pair_requests')}")
 
 
@@ -343,27 +343,27 @@ class KvWorker(Pausing):
     """One engine without time, the same for every backend.
 
     Args:
-        make_manager: makes a block manager that publishes to the sink it is given; called again at each restart.
-        worker_id: the worker's name.
+        make_manager: makes a block manager that publishes to the given sink; called again at each restart.
+        worker_id: the worker's id.
         dp_rank: its data-parallel rank.
-        sink: where its events are published, of any shape of `sinks.GivenSink`; None: nowhere. Its exceptions are
+        sink: where its events are published, in any form of `sinks.GivenSink`; None: nowhere. Its exceptions are
             logged.
         prefix_caching: False: nothing is reused and nothing is published.
-        chunk: prefill in chunks of this many tokens; None: in one go.
+        chunk: tokens of a prefill chunk; None: no chunks.
         rng: source of generated tokens and of the names of partial blocks.
-        driver: makes the driver of a manager, from it, `prefix_caching` and `rng` (`BackendSpec.driver`); by default
-            one for managers that take moves.
+        driver: makes the driver from a manager, `prefix_caching` and `rng` (`BackendSpec.driver`); by default a driver
+            for managers that take moves.
         publishes: False: nothing is published, as by a decode engine.
-        holds_events: hold what its manager publishes when it is made, until `release_events`.
-        log: records the operations on it and on its requests; None: nothing does.
-        pair: what it is for in a P/D pair of vLLM's or SGLang's engines; None: it is in none.
+        holds_events: hold the events that its manager publishes when it is made, until `release_events`.
+        log: records the operations on it and on its requests; None: no record.
+        pair: its role in a P/D pair of vLLM's or SGLang's engines; None: it is in no pair.
 
     Raises:
-        ValueError: pairs over its block manager were not recorded.
+        ValueError: pairs with its block manager were not recorded.
 
     Attributes:
         manager: its block manager; another one after a restart.
-        requests: the requests that are open, oldest first; those of an engine that uses it too.
+        requests: the open requests, oldest first, including those of an engine that uses it.
         is_sleeping: whether it was put to sleep, and not woken up since (`sleep`).
     """
 
@@ -411,7 +411,7 @@ class KvWorker(Pausing):
         self._recorder.for_requests = powers.take_recorder is None
         if powers.take_recorder is not None:
             powers.take_recorder(self._recorder)
-        if powers.take_chunk is not None:  # its needs depend on that
+        if powers.take_chunk is not None:  # the chunk affects `need`
             powers.take_chunk(self.chunk)
         now, self._host_time = self.now, None
         if getattr(driver.manager, "offload", None) is not None:
@@ -435,7 +435,7 @@ class KvWorker(Pausing):
 
     @property
     def tiers(self) -> HostTime | None:
-        """The time of the tiers below the device, for an engine; None if there are none."""
+        """The time of the tiers below the device, for an engine that uses the worker; None if there are none."""
         return self._host_time
 
     @property
@@ -448,7 +448,7 @@ class KvWorker(Pausing):
 
     @property
     def storage(self) -> WorkerStorage | WorkerFolder:
-        """The storage behind the host of SGLang's HiCache, or the folder below vLLM's, which tests fill and lose.
+        """The storage behind the host of SGLang's HiCache, or the folder below vLLM's, for tests to fill and lose.
 
         Raises:
             ValueError: there is none.
@@ -469,11 +469,11 @@ class KvWorker(Pausing):
     def tick(self, now: float) -> None:
         """Move the worker's time forward to `now` (ms); transfers between tiers that end by then publish their events.
 
-        In a P/D pair leases that end by then free their blocks, and heartbeats that are due go out.
+        In a P/D pair, leases that end by then free their blocks, and due heartbeats are sent.
 
         Raises:
-            ValueError: the worker has no tiers below the device and is in no pair; or the time is
-                no finite number of at least 0, or before the worker's.
+            ValueError: the worker has no tiers below the device and is in no pair; or the time is not a finite number
+                of at least 0, or is before the worker's time.
         """
         self._record(Tick, now, self.worker_id, self.dp_rank)
         if self._pair is not None:
@@ -495,13 +495,13 @@ class KvWorker(Pausing):
 
     @property
     def is_heard(self) -> bool:
-        """Whether anything receives its events now."""
+        """Whether its events have a receiver now."""
         recorder = self._recorder if self.publishes else self._watch
         return recorder is not None and recorder.is_heard
 
     @property
     def removed_blocks(self) -> int:
-        """How many blocks on the device it published as removed so far, before a restart too."""
+        """Number of device blocks that it has published as removed, also before a restart."""
         return self._recorder.removed
 
     def _check_takes(self, what: str) -> None:
@@ -510,23 +510,24 @@ class KvWorker(Pausing):
             raise RequestError(f"{what} on worker {self.worker_id}, which {why} first (vLLM answers 503)")
 
     def prefill(self, prompt: Prompt | TokenIds, *, wait: bool = True) -> Request:
-        """Admit a request: blocks for its whole prompt, cached ones reused.
+        """Admit a request: allocate blocks for its whole prompt, and reuse cached ones.
 
-        With tiers below the device: what the host has of the prompt is brought back first, and the worker's time passes
-        until it is there, and until the device has room.
+        With tiers below the device, the host's blocks of the prompt are loaded back first. The worker's time passes
+        until they have arrived and the device has room.
 
         Args:
             prompt: the prompt.
-            wait: False: raise instead of letting time pass. A transfer that was started continues, and its blocks are
-                cached when the worker is ticked.
+            wait: False: raise instead of letting time pass. A started transfer continues, and its blocks are cached
+                when the worker is ticked.
 
         Raises:
             OutOfBlocks: it does not fit; nothing has changed.
             WouldWait: time would have to pass, and `wait` is False.
-            SlotsLost: the device's room is lost, and nothing will free it.
-            FullReportError: the prompt asks for a full report, and the engine ends by it: all its requests are lost,
-                and nothing is published any more.
-            ValueError: an empty prompt, a token out of range, or one that carries what the engine names no blocks by.
+            SlotsLost: slots of the device are lost, and will never be free.
+            FullReportError: the prompt asks for a full report, which ends the engine: all its requests are lost, and
+                nothing is published any more.
+            ValueError: the prompt is empty, a token is out of range, or the prompt has a key that the engine does not
+                hash.
         """
         request = Request(self, self.accept(prompt))
         if self._log is not None:
@@ -549,13 +550,13 @@ class KvWorker(Pausing):
 
         Args:
             prompt: the prompt.
-            output_tokens: how many tokens it generates.
-            hand_over: keep its blocks for a decode engine, and return the parameters for that; of
-                "vllm-mooncake" also those of `new_hand_over`.
+            output_tokens: number of tokens that it generates.
+            hand_over: True to keep its blocks for a decode engine, and return the parameters for that engine. With
+                "vllm-mooncake", the parameters of `new_hand_over` do the same.
 
         Raises:
             OutOfBlocks: it does not fit. The prompt's blocks are freed again; they may be cached by then.
-            ValueError: `hand_over` is for a prefill engine of a pair.
+            ValueError: `hand_over` is given, and this is not a prefill engine of a pair.
         """
         if hand_over is not False:
             served: Served = _pair_requests(self._role).serve(
@@ -572,41 +573,38 @@ class KvWorker(Pausing):
         return Served(request.cached_tokens, tuple(stored))
 
     def load(self, prompt: Prompt | TokenIds, hand_over: Mapping[str, Any] | None) -> Request:
-        """Open a decode leg: what another engine hands over is loaded into blocks that it holds from now on.
+        """Open a decode leg: another engine's data is loaded into blocks that the leg holds from now on.
 
         Args:
             prompt: the prompt.
-            hand_over: `Served.hand_over`, or fields of it; None, or such that ask for nothing: it
-                computes the prompt itself.
+            hand_over: `Served.hand_over`, or fields of it; None, or fields that request nothing: this engine computes
+                the prompt itself.
 
         Returns:
-            The request, which waits: `end_transfer` or `fail_transfer` of it ends that, and without one it hangs.
+            The request. It waits until its `end_transfer` or `fail_transfer` is called.
 
         Raises:
-            OutOfBlocks: the prompt does not fit next to what others still need; nothing has changed.
-            EngineDied: the parameters are such that the original engine dies.
-            ValueError: it is not a decode engine of a pair, or the parameters are of another kind of engine.
+            OutOfBlocks: the prompt does not fit next to the needs of other requests; nothing has changed.
+            EngineDied: the original engine dies with these parameters.
+            ValueError: this is not a decode engine of a pair, or the parameters belong to another kind of engine.
         """
         request: Request = _pair_requests(self._role).load(self, prompt, hand_over)
         return request
 
     @property
     def leased(self) -> tuple[Lease, ...]:
-        """The blocks that it holds for legs that do not run, with their requests and phases.
-
-        None outside of P/D pairs.
-        """
+        """The blocks that it holds for legs that do not run, with their requests and phases; empty outside of pairs."""
         leased: tuple[Lease, ...] = () if self._pair is None else self._pair.leased
         return leased
 
     @property
     def overwritten(self) -> list[str]:
-        """Legs whose blocks it freed while another engine of a P/D pair wrote into them; none in a right engine."""
+        """Legs whose blocks it freed while another engine of a P/D pair wrote into them; empty for a correct engine."""
         return [] if self._pair is None else list(self._pair.overwritten)
 
     @property
     def pair(self) -> Any:
-        """The port of an engine of a P/D pair: its legs, its connector, and transfers that are under way.
+        """The port of an engine of a P/D pair: its legs, its connector, and the transfers under way.
 
         Raises:
             EngineDied: it died, and was not restarted since.
@@ -621,36 +619,36 @@ class KvWorker(Pausing):
         return self._pair
 
     def cached_tokens(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> int:
-        """Return how many tokens of the prompt are cached now. Changes nothing.
+        """Return the number of prompt tokens that are cached now. Changes nothing.
 
         Args:
-            prompt: which.
-            tier: where; of a further tier, those that come after what the device has.
+            prompt: the prompt.
+            tier: the tier; in a further tier, only the tokens after the device's prefix count.
 
         Raises:
-            ValueError: an unknown tier.
+            ValueError: the tier is unknown.
         """
         if tier is not StorageTier.DEVICE and StorageTier.of(tier) is not StorageTier.DEVICE:
             return 0 if self._host_time is None else self._host_time.cached(self.accept(prompt), StorageTier.of(tier))
         return self._driver.lookup(self._driver.open(self.accept(prompt), to_look=True))
 
     def lacking(self, prompt: Prompt | TokenIds) -> tuple[str, ...]:
-        """Return the caches of a hybrid model that lack what full attention holds of a prompt, so that less is reused.
-        Changes nothing.
+        """Return the caches of a hybrid model that lack a prefix which full attention holds, so less is reused.
 
-        Each is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)".
+        Changes nothing. Each cache is named by kind, tokens a block and window, such as "sliding_window 16 (window
+        128)".
 
         Raises:
-            ValueError: as for `accept`.
+            ValueError: see `accept`.
         """
         find = self._powers.lacking
         return () if find is None else find(self._driver.open(self.accept(prompt), to_look=True))
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
-        """Return a prompt that this engine can name blocks of, for a driver.
+        """Return a prompt whose blocks this engine can name, for a driver.
 
         Raises:
-            ValueError: it carries what the engine names no blocks by; or a token is out of range.
+            ValueError: it has a key that the engine does not hash, or a token is out of range.
         """
         prompt = Prompt.of(prompt)
         if prompt.keys is not None:
@@ -659,9 +657,9 @@ class KvWorker(Pausing):
         return prompt
 
     def clear(self) -> bool:
-        """Drop all that is cached and publish Cleared. Returns False, without an event, while requests are open.
+        """Drop all cached blocks, and publish a Cleared; return False, without an event, while requests are open.
 
-        Transfers between tiers are cancelled, and further tiers are emptied too, but for vLLM's
+        Transfers between tiers are cancelled, and further tiers are also emptied, except vLLM's
         (`Traits.clears_below`).
         """
         self._record(Clear, self.worker_id, self.dp_rank)
@@ -671,35 +669,32 @@ class KvWorker(Pausing):
         return cleared
 
     def cancel_transfers(self) -> None:
-        """Cancel all transfers between tiers, and empty the further ones, without an event. The device keeps its
-        blocks.
-        """
+        """Cancel all transfers between tiers, and empty the further tiers without an event. The device is unchanged."""
         if self._host_time is not None:
             self._host_time.cancel()
 
     def unpublished(self, tier: StorageTier) -> Container[int]:
-        """Return the blocks of a further tier that are there without a Stored; see `OffloadEngine.unpublished`."""
+        """Return the blocks that a further tier has without a Stored; see `OffloadEngine.unpublished`."""
         return () if self._host_time is None else self._host_time.unpublished(tier)
 
     def restart(self, *, announced: bool = False) -> None:
         """Restart the engine, as after a crash: empty cache, open requests lost, event ids from 0.
 
-        A `KvPublisher` that has the events of this worker alone, as the fixture `kv_publisher` has, begins again with
-        it.
+        A `KvPublisher` with only this worker's events, like that of the fixture `kv_publisher`, also starts over.
 
         Args:
-            announced: whether the router is notified, as by a discovery service: it then drops what it has of the
-                worker. A worker by itself has no router; one of a `RouterHarness` has.
+            announced: whether the router is notified, as by a discovery service: it then drops its blocks of the
+                worker. Only a worker of a `RouterHarness` has a router.
 
         Raises:
-            ValueError: it is announced, and the index under test has no way to drop a worker; nothing has changed.
+            ValueError: it is announced, but the index under test cannot drop a worker; nothing has changed.
         """
         self._record(Restart, self.worker_id, self.dp_rank, announced)
         self._announce_restart(announced)
         self._begin_anew()
 
     def _begin_anew(self) -> None:
-        """Lose open requests and all that is cached, with another manager and another driver."""
+        """Lose open requests and all cached blocks, and start with a new manager and driver."""
         for request in self.requests:
             request.lose()
         self.requests.clear()
@@ -711,7 +706,7 @@ class KvWorker(Pausing):
             self._engine.worker_restarted()
 
     def _announce_restart(self, announced: bool) -> None:
-        """Let the receiver of its events begin again; a worker alone has none."""
+        """Let the receiver of its events start over; a worker on its own has none."""
 
     def _record(self, operation: type[Operation], *fields: object) -> None:
         if self._log is not None:
@@ -720,7 +715,7 @@ class KvWorker(Pausing):
     # ---------------------------------------------------------------------------------------- for an engine
 
     def attach(self, engine: Engine, *, publishes: bool = True) -> SchedulerDriver:
-        """Have an engine use this worker: it schedules requests on its manager, and begins again when it restarts.
+        """Let an engine use this worker: it schedules requests on its manager, and starts over after a restart.
 
         Args:
             engine: the engine.
@@ -735,7 +730,7 @@ class KvWorker(Pausing):
         if self._engine is not None and self._engine is not engine:
             raise ValueError(f"{self!r} is used by {self._engine!r}; a worker has one engine")
         from pytest_kvmock.engines.schedulers.scheduler_specs import (
-            SCHEDULERS,  # a worker without time needs none of them
+            SCHEDULERS,  # not needed by a worker without time
         )
 
         missing = [protocol_mismatch(self._driver, each.driver) for each in SCHEDULERS.values()]
@@ -748,25 +743,26 @@ class KvWorker(Pausing):
         return cast("SchedulerDriver", self._driver)
 
     def crash(self) -> None:
-        """Die: open requests are lost, and nothing is published any more, not even what was held. No receiver is
-        notified.
+        """Let the engine die: open requests are lost, and nothing is published any more, held events included.
+
+        No receiver is notified.
         """
         self.publishes, self._watch = False, None
         self._begin_anew()
 
     def detach(self) -> None:
-        """Take back `attach`: no engine uses this worker."""
+        """Undo `attach`: no engine uses this worker any more."""
         self._engine = None
 
     @property
     def is_watched(self) -> bool:
-        """Whether somebody is given the events that it would publish and does not."""
+        """Whether a sink receives the events that it does not publish (`watch`)."""
         return self._watch is not None and not self.publishes
 
     def watch(self, sink: EventSink) -> None:
-        """Give a sink the events that this worker would publish and does not, without prefix caching for instance.
+        """Pass the events that this worker does not publish, for instance without prefix caching, to a sink.
 
-        While no request is open, and it has no engine, which has its manager already, it gets a new manager.
+        If no request is open and no engine uses it, it gets a new manager.
         """
         self._watch = EventRecorder(self.worker_id, sink)
         if self.publishes:
@@ -777,17 +773,17 @@ class KvWorker(Pausing):
             self._driver = self._start()
 
     def make_by(self, wrap: Callable[[MakeManager], MakeManager], *, restarts: bool = False) -> None:
-        """Make its managers by what `wrap` makes of the function so far; `restarts`: it gets a new one now."""
+        """Wrap the function that makes its managers; with `restarts`, make a new manager now."""
         self._make_manager = wrap(self._make_manager)
         if restarts:
             self._begin_anew()
 
     def publish_to(self, sink: EventSink) -> None:
-        """Publish each event to one more sink, after those that it has; what it raises is logged."""
+        """Publish each event to one more sink, after the present ones; its exceptions are logged."""
         self._recorder.add(sink)
 
     def _steps(self, tokens: int | Sequence[int]) -> Sequence[int]:
-        """The tokens of these decode steps."""
+        """Return the tokens of these decode steps."""
         if isinstance(tokens, int):
             if not is_integer(tokens, 0):
                 raise ValueError(f"decode: a count of tokens is {integer_text(0)}, got {tokens!r}")

@@ -57,8 +57,8 @@ class Link:
     def start(self, now: float, num_bytes: int) -> int:
         """Start a transfer, and return its id.
 
-        It does not advance the transfers under way: call `advance` first. A time before the link's own is replaced by
-        it.
+        It does not advance the transfers under way: call `advance` first. A time before the link's own time is replaced
+        by the link's time.
 
         Raises:
             ValueError: the time is not a finite number of at least 0, or the bytes are not an integer of at least 0.
@@ -93,7 +93,7 @@ class Link:
             self._move(duration * share)
             self._last += duration
             done.append(transfers[index][0])
-            # Removed as in the original, as this decides which of two equal ones comes first.
+            # Removed as in the original, because this decides which of two equal transfers comes first.
             last = transfers.pop()
             if index < len(transfers):
                 transfers[index] = last
@@ -105,11 +105,11 @@ class Link:
         return self._last + self._next()[1] if self._transfers else None
 
     def cancel(self) -> None:
-        """Forget all transfers."""
+        """Drop all transfers."""
         self._transfers.clear()
 
     def _next(self) -> tuple[int, float]:
-        """The transfer that finishes next (of equal ones the first), and the ms until then."""
+        """Return the index of the transfer that finishes next (the first among equal ones), and the ms until then."""
         left = [remaining for _, remaining in self._transfers]
         smallest = min(left)
         return left.index(smallest), smallest / (self._rate / len(left))
@@ -144,5 +144,5 @@ class HostLinks:
         return f"<HostLinks of {self.gbps} GB/s, {self.block_bytes} bytes a block>"
 
     def ms(self, blocks: int) -> float:
-        """Duration of a copy of `blocks` blocks in ms, without other copies."""
+        """Return the duration of a copy of `blocks` blocks in ms, without other copies."""
         return blocks * self.block_bytes / (self.gbps * BYTES_PER_MS) if self.gbps else 0.0

@@ -98,8 +98,9 @@ class CacheGroup:
         return self.kind in WINDOWS or self.kind == STATE
 
     def skipped(self, tokens: int, again: int = 0) -> int:
-        """The number of leading tokens that no later token attends to after `tokens` computed ones; 0 or less means
-        none.
+        """Return the number of leading tokens that no later token attends to after `tokens` computed ones.
+
+        0 or less means none.
 
         Args:
             tokens: number of computed tokens.
@@ -126,7 +127,7 @@ class CacheGroup:
 
 
 def groups_text(groups: Iterable[CacheGroup]) -> str:
-    """Text of the sizes of cache groups: tokens of a block, a window and a chunk, once for groups of the same spec."""
+    """Return the sizes of cache groups as text: tokens of a block, window and chunk, once for groups of one spec."""
     counts = Counter(groups)
     return "; ".join(
         (f"{count} x " if count > 1 else "")
@@ -137,7 +138,7 @@ def groups_text(groups: Iterable[CacheGroup]) -> str:
 
 
 def checked_groups(groups: object) -> tuple[CacheGroup, ...]:
-    """Check and return the groups of an engine, of which at least one can be cached.
+    """Check and return the groups of an engine; at least one must be cacheable.
 
     Raises:
         ValueError: they are invalid.

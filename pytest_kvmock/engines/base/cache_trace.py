@@ -48,7 +48,7 @@ OF_1_0_2: Final = (
 
 
 def is_asked_for(value: str | None) -> bool:
-    """Whether this value of the environment variable switches the trace on."""
+    """Return whether this value of the environment variable switches the trace on."""
     return value is not None and (value == "1" or value.lower() == "true")
 
 
@@ -60,7 +60,7 @@ if _ASKED_FOR and not LOG.level:
 
 
 def _stamp(record: logging.LogRecord) -> bool:
-    """Give a line of the trace its time, which is that of the record."""
+    """Give a line of the trace the time of its record."""
     if isinstance(record.args, dict) and "timestamp_ms" in record.args:
         record.timestamp_ms = record.args["timestamp_ms"] = int(record.created * 1000)
     return True
@@ -85,7 +85,7 @@ def trace(
         event: "allocation" or "eviction".
         blocks: the full blocks; None, for a block without an entry in the manager, is left out.
         tier: the tier.
-        sizes: active and inactive blocks of the device at that moment; None: the manager's present ones.
+        sizes: active and inactive blocks of the device at that moment; None: the manager's present numbers.
         form: form of the line.
     """
     block_ids = [block for block in blocks if block is not None]

@@ -27,11 +27,11 @@ class Traits:
     """Traits of an engine: the differences between engines on which a test may rely.
 
     Attributes:
-        recomputes_last_token: whether the last token of a prompt is computed though it is cached. Then a prompt of
-            whole cached blocks does not reuse the last one.
+        recomputes_last_token: whether the last token of a prompt is computed even if it is cached. Then a prompt of
+            whole cached blocks does not reuse its last block.
         stores_when: when a block that output fills is published: "next_token", when the next token opens another block;
             "full", when its last token is computed; "finish", when the request finishes; "lookahead", when the next
-            tokens that its name covers are known (`looks_ahead`); "never", as only prompts are stored.
+            tokens that its name covers are known (`looks_ahead`); "never", because only prompts are stored.
         copies: whether the same block may be cached and published several times.
         removed_first: whether the evictions of a step are published before its stores, not after them.
         cleared_first: whether its first event is a Cleared.
@@ -40,7 +40,7 @@ class Traits:
         promises_more: whether its events promise more than a request can use: it serves a hybrid model, whose windows
             or states may be evicted where blocks are cached, or it drops the last block of a hit.
         publishes_groups: whether each cache group of its hybrid model publishes separate blocks (vLLM). A router counts
-            those of the attention group.
+            the blocks of the attention group.
         takes_hashes: whether it takes prompts of hashes only; if not, prompts must have tokens.
         groups: the caches of its hybrid model with their sizes in tokens: blocks, windows and chunks; empty for an
             engine with one cache. In SGLang the block of a state is the distance between states.
@@ -49,9 +49,9 @@ class Traits:
         chunk: blocks of a chunk on the host, if the engine copies computed blocks to its own host, as vLLM does (events
             do not name chunks); None: the host gets blocks that the device evicts, or there is no host.
         stores_again: whether a Stored of a tier below the device may name a block that is there already, without
-            another copy: SGLang's hosts do when a window or state is copied later.
-        extra_keys: whether its events give the data that is hashed with the tokens per block (vLLM's `extra_keys`), or
-            once for all blocks, by `lora_name` and `cache_salt`.
+            another copy: SGLang's host does so when a window or state is copied later.
+        extra_keys: whether its events give the data hashed with the tokens separately for each block (vLLM's
+            `extra_keys`), or once for all blocks, by `lora_name` and `cache_salt`.
         clears_below: whether a Cleared, which has no tier, also empties the tiers below the device; vLLM's does not.
         looks_ahead: number of next tokens that the name of a block also covers, as with a draft model. A router hashes
             windows that are this much longer.
@@ -89,7 +89,7 @@ PROMPT_KEYS: Final = ("lora_name", "cache_salt", "multimodal", "session_id")
 def check_keys(driver: Driver, prompt: Prompt) -> None:
     """Refuse a prompt with a key that the engine does not hash.
 
-    A session is not hashed, and never refused.
+    A session is never hashed and never refused.
 
     Raises:
         ValueError: the driver's `prompt_keys` lack one of its keys.
@@ -116,7 +116,7 @@ def checked_manager(manager: KvManager, kind: type, driver: str) -> Any:
 
 
 class WouldWait(KvMockError, RuntimeError):  # noqa: N818 - named like BlockingIOError
-    """A request would have to wait, which its caller does not allow. It holds nothing; transfers that it started
+    """A request would have to wait, but its caller does not allow it. The request holds no block; its transfers
     continue.
 
     Attributes:
@@ -154,8 +154,7 @@ class PromptPlan(NamedTuple):
 
 
 class Driver(Protocol):
-    """Serves requests from a block manager of one kind: those of a worker, and if it is also a scheduler's driver, of
-    an engine.
+    """Serves the requests of a worker from one kind of block manager; a scheduler's driver also serves an engine.
 
     `open` returns a request in the driver's own class, with `blocks` (in order; a partial one is a UUID) and a length
     (tokens of prompt and output so far).
@@ -171,10 +170,9 @@ class Driver(Protocol):
 
     @property
     def prompt_keys(self) -> tuple[str, ...]:
-        """The keys of prompts that its engine hashes in addition to tokens (`Prompt.keys`), such as `("lora_name",
-        "cache_salt")`.
+        """The keys of prompts that its engine hashes in addition to tokens, such as `("lora_name", "cache_salt")`.
 
-        A prompt with another key is refused before it reaches the driver.
+        See `Prompt.keys`. A prompt with another key is refused before it reaches the driver.
         """
 
     @property
@@ -186,19 +184,18 @@ class Driver(Protocol):
 
         Args:
             prompt: the prompt.
-            to_look: whether it is only for `lookup`: then nothing random is drawn for it, and nothing that it carries
-                is kept.
+            to_look: whether the request is only for `lookup`: then nothing random is drawn for it, and its keys are not
+                kept.
         """
 
     def lookup(self, request: Any) -> int:
-        """Count the leading tokens of a request, output included, that are cached now. Changes nothing, not even
-        recency.
-        """
+        """Count the leading cached tokens of a request, output included. Changes nothing, not even recency."""
 
     def need(self, request: Any, upto: int, tokens: Sequence[int] = ()) -> int:
         """Count the blocks that a request needs and no request holds; compare it with `room`.
 
-        Changes nothing, unless the engine's own lookup of a request without blocks does (SGLang's counts as use).
+        Changes nothing, except what the engine's own look-up of a request without blocks changes (SGLang's counts as a
+        use).
 
         Args:
             request: the request.
@@ -206,16 +203,17 @@ class Driver(Protocol):
             tokens: further tokens, one per step, of a request that has its blocks.
 
         Returns:
-            An upper bound; the exact number if `room` is smaller. Steps may need more in between than at the end.
+            An upper bound; the exact number if `room` is smaller. Steps may need more blocks in between than at the
+            end.
         """
 
     def room(self) -> int:
         """Count the blocks that no request holds."""
 
     def plan(self, request: Any, upto: int) -> PromptPlan:
-        """Look up a request without blocks once, for all that a worker needs before it admits the first `upto` tokens.
+        """Look up a request without blocks once, for everything that a worker needs to admit the first `upto` tokens.
 
-        Changes nothing but what `need` changes.
+        Changes only what `need` changes.
         """
 
     def admit(self, request: Any, upto: int, plan: PromptPlan | None = None) -> None:
@@ -240,7 +238,7 @@ class Driver(Protocol):
         """
 
     def clear(self) -> bool:
-        """Drop all that is cached; do nothing and return False while a block is in use."""
+        """Drop all cached blocks; do nothing and return False while a block is in use."""
 
 
 class DraftDriver(Driver, Protocol):
@@ -251,7 +249,7 @@ class DraftDriver(Driver, Protocol):
         """Maximum number of drafts that a step accepts."""
 
     def need_runs(self, request: Any, upto: int, runs: Sequence[Sequence[int]] = ()) -> int:
-        """Return the `need` of steps of which each generates one of `runs`."""
+        """Return the `need` of steps; each step generates one of `runs`."""
 
     def extend_runs(self, request: Any, runs: Sequence[Sequence[int]]) -> None:
         """Extend a request by such steps."""
@@ -264,7 +262,7 @@ class ReportingDriver(Protocol):
         """Whether the hits of a request are published at each look-up (vLLM's `kv_cache_report_mode`)."""
 
     def report(self, request: Any) -> None:
-        """Look a request up and publish its hits, if it asked for that, whether or not it will be admitted.
+        """Look up a request, and publish its hits if it asks for them, even if it will not be admitted.
 
         Raises:
             FullReportError: this would end the engine.
@@ -284,7 +282,7 @@ class GroupedDriver(Protocol):
         """Count the tokens of the next chunk, at most `most`; 0 if the request has to wait."""
 
     def blocks_alone(self, request: Any) -> int:
-        """Count the blocks of a prompt that shares none, as that is not one per block of tokens."""
+        """Count the blocks of a prompt that shares none; this is not always one for each block of tokens."""
 
     def alone(self, chunk: int | None, *, capped: bool) -> Any:
         """Return the blocks that a request of any length needs when it is the only one: a `BlocksAlone`.
@@ -309,7 +307,7 @@ class PageBurstDriver(Protocol):
     """Driver of a radix cache whose requests may generate several tokens in a pass (`bursts`)."""
 
     def burst_pages(self, requests: Sequence[Any], bursts: Sequence[int]) -> int:
-        """Count the pages that must be unheld, as `step_tokens` counts tokens."""
+        """Count the unheld pages that these bursts require, as `step_tokens` counts tokens."""
 
     def make_burst_room(self, requests: Sequence[Any], bursts: Sequence[int]) -> bool:
         """Evict until there is room for these bursts, as `make_room` does for one token each."""
@@ -327,10 +325,10 @@ class Powers:
         lacking: returns the caches of a hybrid model that lack a prefix that full attention holds.
         short: returns the tokens of a request that full attention had at its admission, and the caches that could not
             resume there.
-        brought: returns the tokens that came back from the host for a request, and those of them that a storage had.
+        brought: returns the number of tokens that came back from the host for a request, and of those from a storage.
         scarce: returns a text of the place with the fewest free blocks; "" if there is only one place.
-        clears_with_a_step: whether events are published only with a step, so that the Cleared of a reset waits for the
-            next step.
+        clears_with_a_step: whether events are published only with a step, so the Cleared of a reset waits for the next
+            step.
         reports: publishes the hits of requests.
         drafts: steps with a draft model.
         generate_run: appends the tokens of a step with drafts.
@@ -369,9 +367,7 @@ class GeneratingDriver(Driver, Protocol):
     """The common part of all schedulers' drivers: output token by token, with a return value if blocks run short."""
 
     def generate(self, request: Any, token: int) -> bool:
-        """Append a generated token, and allocate its block; if there is no room, take the token back and return
-        False.
-        """
+        """Append a generated token, and allocate its block; without room, take the token back and return False."""
 
     def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
         """Append tokens that need no block and fill none; the caller has checked this."""
@@ -405,27 +401,26 @@ class PoolSchedulerDriver(SchedulerDriver, Protocol):
         """Count the first `upto` tokens as computed; return False if that needs or fills a block."""
 
     def needs_no_output(self, request: Any) -> None:
-        """Note that a request asks for no output, so that its whole prompt may be cached, the last token included."""
+        """Record that a request asks for no output, so its whole prompt may be cached, the last token included."""
 
     def need_whole(self, request: Any) -> int:
         """Count the blocks that a whole request without blocks needs and no request holds, as 1.6.1 counts them.
 
-        Each hit that another request holds counts as one block fewer, also hits after the last token, up to the number
+        Each hit that another request holds counts as one block fewer, also a hit after the last token, up to the number
         of blocks that it may take.
         """
 
 
 class CapacityDriver(PoolSchedulerDriver, Protocol):
-    """Driver of TensorRT-LLM, whose scheduler finds the requests for which the cache has room before it computes
-    any.
-    """
+    """Driver of TensorRT-LLM, whose scheduler first selects the requests that the cache has room for."""
 
     def adapter(self, request: Any) -> int:
-        """Number of a request's adapter, by which a pass is sorted; -1 if it has none."""
+        """Return the number of a request's adapter; a pass is sorted by it. -1 if it has none."""
 
     def first_new_block(self, request: Any) -> Hashable | None:
-        """Key of the first full block of a request that is not cached, which its scheduler compares; None if there is
-        none.
+        """Return the key of a request's first full block that is not cached; None if there is none.
+
+        The scheduler compares it with those of other requests.
         """
 
 
@@ -433,32 +428,31 @@ class CountingDriver(CapacityDriver, Protocol):
     """Driver of V1, whose scheduler counts blocks, separately for each window, before it takes any."""
 
     def free_blocks(self, without: Sequence[Any] = ()) -> list[int]:
-        """Number of blocks of each window that no request uses, cached ones included, if the requests `without` freed
+        """Count the blocks of each window that no request uses, cached ones included, after the requests `without` free
         theirs.
         """
 
     def blocks_to_completion(self, request: Any, tokens: int) -> list[int]:
-        """Number of blocks of each window that a request needs until it has `tokens` tokens; hits are not
-        subtracted.
-        """
+        """Count the blocks of each window that a request needs for `tokens` tokens in all; hits are not subtracted."""
 
     def blocks_of_step(self, request: Any) -> list[int]:
-        """Number of blocks of each window that the next step of a request takes; hits are not subtracted."""
+        """Count the blocks of each window that the next step of a request takes; hits are not subtracted."""
 
 
 class SuspendingDriver(CapacityDriver, Protocol):
     """Driver of V2, whose scheduler takes pages step by step, and suspends requests to make room."""
 
     def place(self, request: Any, upto: int) -> bool:
-        """Allocate for the first `upto` tokens of a prompt; return False if there is no room (a first chunk then holds
-        nothing).
+        """Allocate pages for the first `upto` tokens of a prompt; return False if there is no room.
+
+        A first chunk without room holds no page.
         """
 
     def is_suspended(self, request: Any) -> bool:
-        """Whether a request holds pages and does not run."""
+        """Return whether a request is suspended: it holds pages and does not run."""
 
     def suspend(self, request: Any) -> bool:
-        """Suspend a running request; return False if its pages cannot move to another tier, and it keeps running."""
+        """Suspend a running request; return False, and let it run, if its pages cannot move to another tier."""
 
 
 class ReservingDriver(Driver, Protocol):
@@ -502,19 +496,19 @@ class RadixSchedulerDriver(GeneratingDriver, Protocol):
         """Count the unheld tokens that one step of these requests requires."""
 
     def make_room(self, requests: Sequence[Any]) -> bool:
-        """Evict until each of these has room for a token; return False if some have none although everything evictable
-        was evicted.
-        """
+        """Evict until each of these requests has room for a token; return False if this is not possible."""
 
     def quiet_passes(self, requests: Sequence[Any]) -> int:
-        """Count the passes in which each of these generates a token and neither needs a page, fills one nor evicts."""
+        """Count the next passes in which each of these requests generates a token, with no page taken, filled or
+        evicted.
+        """
 
 
 class PagedSchedulerDriver(RadixSchedulerDriver, Protocol):
     """Driver of a cache whose requests take whole pages and always compute their last token (1.6.1)."""
 
     def needs_no_output(self, request: Any) -> None:
-        """Note that a request asks for no output, so that its whole prompt may be cached, the last token included."""
+        """Record that a request asks for no output, so its whole prompt may be cached, the last token included."""
 
     def known(self, request: Any) -> int:
         """Count the leading tokens of a request that are cached now, its last one included. Changes nothing."""

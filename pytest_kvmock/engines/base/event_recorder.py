@@ -26,11 +26,11 @@ class EventRecorder:
     """A sink that turns each event of a manager into one of its worker, passes it on, and records stored blocks.
 
     A manager has no worker id. A worker has one recorder for all its managers, also after a restart. Exceptions of its
-    sink do not leave the manager's call: a request makes several calls, and would stop between two of them.
+    sink do not leave the manager's call: a request makes several calls, and an exception would stop it between two.
 
     Args:
         worker_id: the worker.
-        sink: receives events, at once or when they are released; None: no sink does.
+        sink: receives events, at once or when they are released; None for no sink.
         holds: whether events are held.
 
     Attributes:
@@ -42,9 +42,9 @@ class EventRecorder:
             For a hybrid model only those of the attention group.
         holds: as given.
         held: the held events and rows of events, in order.
-        for_requests: whether all events belong to requests, so that their hashes are the engine's
-            (`RouterEvent.chained`). If not, only those do that are published while the recorder is entered as a context
-            manager (`MoveDriver`).
+        for_requests: whether all events belong to requests, so their hashes are the engine's (`RouterEvent.chained`).
+            If not, this holds only for events that are published while the recorder is entered as a context manager
+            (`MoveDriver`).
         extra_of: returns the extra data of a Stored whose manager does not give it; None if there is none.
     """
 
@@ -90,7 +90,7 @@ class EventRecorder:
         return self.sink is not None or self.stored is not None
 
     def passes_over(self, removed: int) -> bool:
-        """Whether no receiver uses the next events of a manager, so that it need not make them.
+        """Return whether no receiver uses the next events of a manager, so it need not make them.
 
         Args:
             removed: number of device blocks that these events remove.
@@ -127,10 +127,9 @@ class EventRecorder:
                 self.sink.publish(named)
 
     def publish_removed(self, first_id: int, dp_rank: int, blocks: Sequence[int]) -> bool:
-        """Receive one Removed of the device per block, all at once; return False, without an effect, if each has to be
-        published.
+        """Receive one Removed of the device for each block, all at once.
 
-        That is so unless the receiver takes rows.
+        Return False, without an effect, if each has to be published separately, because the receiver takes no rows.
 
         Args:
             first_id: id of the first event.
@@ -169,7 +168,7 @@ class EventRecorder:
                     self.sink.publish(event)
 
     def drop(self) -> None:
-        """Drop the held events, as the worker restarts."""
+        """Drop the held events, because the worker restarts."""
         self.holds = False
         self.held.clear()
 

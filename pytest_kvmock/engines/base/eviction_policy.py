@@ -15,7 +15,7 @@ class Slot:
     Attributes:
         plh: lineage hash under which it is registered.
         name: sequence hash under which it was stored; later other names may hold it too.
-        refs: references to it by `name`, if the manager finds it by that.
+        refs: references to it by `name`, if the manager finds it by this name.
         aliases: other names that hold it. A slot with neither references nor aliases is inactive.
         place: for the policy's own use, initially 0. The pool never changes it.
         above: like `place`.
@@ -40,8 +40,8 @@ class EvictionPolicy(ABC):
 
     A policy derives from this class, and defines `insert`, `remove`, `evict`, `clear` and `order`. It may store any
     data in the `place` and `above` of slots. A slot is inserted when its block is no longer held, and removed when the
-    block is used again, alternately, until it is evicted; later it may come back with another block. Calls have many
-    slots, in order; freed slots are inserted in one batch before another operation.
+    block is used again. These alternate until the slot is evicted; later it may come back with another block. A call
+    has many slots, in order; freed slots are inserted in one batch before another operation.
     """
 
     # The private methods are for policies of this package. They are called for each slot of a manager: `_on_register`
@@ -55,11 +55,11 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def insert(self, slots: Sequence[Slot]) -> None:
-        """Make slots evictable that are no longer held."""
+        """Make slots evictable because they are no longer held."""
 
     @abstractmethod
     def remove(self, slots: Sequence[Slot]) -> None:
-        """Make inactive slots active that look-ups have matched."""
+        """Make inactive slots active because look-ups have matched them."""
 
     @abstractmethod
     def evict(self, count: int) -> list[Slot]:
@@ -67,17 +67,17 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def clear(self) -> None:
-        """Drop all slots, as none is registered any more."""
+        """Drop all slots, because none is registered any more."""
 
     @abstractmethod
     def order(self) -> list[Slot]:
         """Return the inactive slots in eviction order. May cost a sort."""
 
     def _on_register(self, slots: Sequence[Slot], places: Sequence[Any] | None = None) -> None:  # noqa: B027 - most need no note
-        """Note slots that were just registered and are active; `places` may be the result of `_free_places`."""
+        """Record slots that were just registered and are active; `places` may be the result of `_free_places`."""
 
     def _on_touch(self, slot: Slot) -> None:  # noqa: B027 - as above
-        """Note that a name that did not hold an active slot yet matched it by its lineage hash."""
+        """Record that a new name matched an active slot by its lineage hash."""
 
     def _wake_run(self, slots: Sequence[Slot]) -> None:
         """Remove the slots that one look-up of several lineage hashes matched."""

@@ -28,15 +28,15 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# vLLM and SGLang chain a cryptographic digest from block to block and publish 64 bits of it. So a name alone cannot
-# extend a chain; that needs the digest. A prompt of hashes alone (from a trace) has no tokens to digest. Its blocks
-# have Dynamo's names on every engine, chained from these hashes.
+# vLLM and SGLang chain a cryptographic digest from block to block, and publish 64 bits of it. So a chain is extended
+# from the digest, not from the name. A hash-only prompt (from a trace) has no tokens to digest. Its blocks have
+# Dynamo's names on every engine, chained from these hashes.
 
 _U64: Final = 2**64 - 1
 
 
 class BlockHasher(Protocol):
-    """Names blocks as one engine does. It is hashable, and hashers that give the same names are equal.
+    """Names blocks for one engine. It is hashable, and hashers that give the same names are equal.
 
     Attributes:
         signed: whether names are signed 64-bit integers.
@@ -47,7 +47,7 @@ class BlockHasher(Protocol):
         """Whether names are signed."""
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:
-        """Chained digest of each complete block of these tokens.
+        """Return the chained digest of each complete block of these tokens.
 
         Args:
             tokens: token ids; an incomplete last block is left out.
@@ -60,7 +60,7 @@ class BlockHasher(Protocol):
         """Return the part of a digest that the engine publishes."""
 
     def looking_ahead(self, lookahead: int) -> BlockHasher:
-        """Return the hasher of the same engine whose names cover `lookahead` of the next tokens too."""
+        """Return the hasher of the same engine whose names also cover `lookahead` of the next tokens."""
 
     def of_event(self, extra: EventExtra, position: int) -> BlockHasher:
         """Return the hasher for the blocks of an event whose request carried keys in addition to tokens.
@@ -78,7 +78,7 @@ class HashedTokens:
         prompt: tokens, or hashes.
         block_size: tokens a block.
         hasher: names the blocks; made for the request's LoRA, salt or namespace, if any. None: the blocks have no
-            names, as nothing is shared.
+            names, because nothing is shared.
         rng: source of the local hashes of generated blocks if token values are unknown.
 
     Raises:
@@ -116,11 +116,11 @@ class HashedTokens:
         self._hasher, self._rng = hasher, rng
         self.keys = prompt.keys
         self._tokens = GrowingTokens(prompt) if prompt.has_tokens else None
-        self._grown = False  # until it grows it shares the prompt's lists, which saves most requests a copy
+        self._grown = False  # until it grows it shares the prompt's lists; most requests need no copy
         self.names: list[int] = []
         self._prompt = prompt
         self._local: list[int] | None = None if hasher is not None else []
-        self._digests: list[bytes] | None = []  # of each block, if tokens are known; None: they are computed on demand
+        self._digests: list[bytes] | None = []  # one for each block, if tokens are known; None: computed on demand
         self._last: bytes | int | None = None
         if hasher is not None:
             made = prompt.kept((block_size, hasher), lambda: _named(prompt, block_size, hasher))
@@ -195,7 +195,7 @@ class HashedTokens:
         self._local = self._local and self._local.copy()
 
     def block_tokens(self, start: int, end: int) -> Sequence[tuple[Any, ...]] | None:
-        """Token ids of the complete blocks from `start` to `end`, as they travel with an event; None if unknown."""
+        """Return the token ids of the complete blocks from `start` to `end` for an event; None if unknown."""
         rows = self.rows(start, end, self.block_size)
         if rows is None or self.keys is not None or self._hasher is None:
             return rows
@@ -205,7 +205,7 @@ class HashedTokens:
         return HashedBlocks(rows, parent, names, local_hashes, digests=digests, hasher=self._hasher)
 
     def release(self) -> None:
-        """Keep only numbers, as the request is over; other data is computed again on demand."""
+        """Compact the data of a finished request; other data is computed again on demand."""
         self.names = cast(
             "list[int]", array("q" if self._hasher is not None and self._hasher.signed else "Q", self.names)
         )
@@ -214,7 +214,7 @@ class HashedTokens:
         self._prompt.release()
 
     def _made_digests(self) -> list[bytes]:
-        """The digest of each complete block; tokens must be known."""
+        """Return the digest of each complete block; tokens must be known."""
         if self._digests is None:
             tokens, hasher, size = self._tokens, self._hasher, self.block_size
             assert tokens is not None
@@ -223,7 +223,7 @@ class HashedTokens:
         return self._digests
 
     def stored(self, start: int, end: int) -> tuple[Stored, BlockTokens | None]:
-        """The Stored of the complete blocks from `start` to `end`, and the token ids that travel with it."""
+        """Return the Stored of the complete blocks from `start` to `end`, and its token ids."""
         tokens = self.block_tokens(start, end)
         if type(tokens) is HashedBlocks:
             return Stored(tokens.parent, tokens.names, tokens.local_hashes), tokens
@@ -231,8 +231,9 @@ class HashedTokens:
         return Stored(parent, tuple(self.names[start:end]), tuple(self.local_hashes[start:end])), tokens
 
     def carried(self, start: int, end: int, lora_ids: LoraIds | None = None) -> dict[str, Any] | None:
-        """The extra data of an event that stores the blocks from `start` to `end`; None if there is none. See
-        `PromptKeys.carried`.
+        """Return the extra data of an event that stores the blocks from `start` to `end`; None if there is none.
+
+        See `PromptKeys.carried`.
         """
         return None if self.keys is None else self.keys.carried(start, end, self.block_size, lora_ids) or None
 
@@ -240,7 +241,7 @@ class HashedTokens:
 class HashChain:
     """Computes the names that a Stored should have, from its tokens and the names before it.
 
-    It belongs to one stream. As a name is only 64 bits of a digest, it keeps the digest of each name in the stream.
+    It belongs to one stream. A name is only 64 bits of a digest, so it keeps the digest of each name in the stream.
 
     Args:
         hasher: names the blocks of this stream.
@@ -255,9 +256,7 @@ class HashChain:
         self._digests: dict[int, bytes] = {}
 
     def forget(self, kept: Collection[int]) -> None:
-        """Drop the digests of all names but these. Blocks that are stored after a dropped name have no expected
-        name.
-        """
+        """Drop the digests of all names except these. A block stored after a dropped name has no expected name."""
         self._digests = {name: digest for name, digest in self._digests.items() if name in kept}
 
     def expected(
@@ -273,11 +272,11 @@ class HashChain:
             data: the Stored.
             token_ids: token ids of each block, empty if they are invalid; None if there are none, and names are
                 Dynamo's.
-            block_size: tokens a block; None if that is unknown.
+            block_size: tokens a block; None if unknown.
             extra: the extra data of the event.
 
         Returns:
-            None where they cannot be known.
+            None if they cannot be known.
         """
         parent = data.parent_hash
         if token_ids is None:
@@ -312,11 +311,11 @@ class HashChain:
             parent: the block before it; None for a root.
             local: its local hash.
             tokens: its token ids; None if none came with the event, and names are Dynamo's.
-            block_size: tokens a block; None if that is unknown.
-            extra: the extra data of an event of this block alone.
+            block_size: tokens a block; None if unknown.
+            extra: the extra data of an event with only this block.
 
         Returns:
-            None where it cannot be known.
+            None if it cannot be known.
         """
         if tokens is None:
             parent = None if parent is None else parent & _U64
@@ -357,7 +356,7 @@ def event_digests(
         position: number of blocks before the first one; None if unknown.
 
     Returns:
-        None where they cannot be known.
+        None if they cannot be known.
     """
     windows, ahead = windows_of(token_ids, None if extra is None else extra.get(LOOKAHEAD))
     step = 1 if unit is None or block_size % unit else block_size // unit
@@ -366,7 +365,7 @@ def event_digests(
     hasher = hasher.looking_ahead(ahead)
     if extra is not None and names_blocks(extra):
         if step > 1:
-            return None  # the data that is hashed with the tokens travels per block, not per unit
+            return None  # events have the data that is hashed with the tokens for each block, not for each unit
         hasher = hasher.of_event(keys_looked_at(extra, block_size, ahead) if ahead else extra, position)
     if not ahead:
         return hasher.digests(list(chain.from_iterable(windows)), block_size // step, position, before)[
@@ -380,7 +379,7 @@ def event_digests(
 
 
 def _named(prompt: Prompt, block_size: int, hasher: BlockHasher) -> tuple[list[int], list[bytes], bytes | int | None]:
-    """The names of a prompt's complete blocks, their digests if it has tokens, and the parent of the next block."""
+    """Return the names of a prompt's complete blocks, their digests if it has tokens, and the next block's parent."""
     if not prompt.has_tokens:
         chain = prompt.sequence_hashes(block_size)
         return _as_published(chain, hasher), [], chain[-1] if chain else None

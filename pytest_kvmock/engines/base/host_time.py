@@ -31,26 +31,27 @@ class Waits(Protocol):
 
     @property
     def is_quiet(self) -> bool:
-        """Whether the passing of time alone changes nothing that a scheduler waits for or has to count."""
+        """Whether time alone brings no change that a scheduler waits for or has to count."""
 
     def park(
         self, request: ScheduledRequest, cached_tokens: int, now_ms: float
     ) -> Literal["parked", "blocked", "deferred", "none"]:
-        """Start to bring back the blocks of a request that the host has. "blocked": no request is admitted now;
-        "deferred": this one is passed over.
+        """Start to load back the blocks of a request that the host has.
+
+        "blocked": no request is admitted now; "deferred": this one is passed over.
         """
 
     def take_back(self) -> list[ScheduledRequest]:
         """Take out the requests whose blocks have arrived."""
 
     def land(self, request: ScheduledRequest) -> None:
-        """Note that the scheduler has reached a request, whose blocks may have arrived."""
+        """Record that the scheduler has reached a request, whose blocks may have arrived."""
 
     def landed_tokens(self, request: ScheduledRequest) -> int:
-        """Number of tokens that a request, which is admitted now, holds already."""
+        """Count the tokens that a request holds already at its admission."""
 
     def give_up(self, request: ScheduledRequest) -> None:
-        """Forget a waiting request."""
+        """Drop a waiting request."""
 
 
 class HostTime(ABC):
@@ -86,25 +87,22 @@ class HostTime(ABC):
 
     @property
     def lost_text(self) -> str | None:
-        """Text that names the lost device slots and the reason; None while a transfer is under way, or if none are
-        lost.
-        """
+        """Text on the lost device slots and the reason; None if none are lost, or while a transfer is under way."""
         return None
 
     @property
     def may_do_more(self) -> bool:
-        """Whether the next pass goes by more than this one did: something came, was found out, or was let go."""
+        """Whether the input of the next pass has changed: something arrived, was detected, or was released."""
         return False
 
     def arrive(self, state: Any) -> None:  # noqa: B027 - no other has a storage
-        """Note a request that arrives at a scheduler. Only a storage uses it, to look the request up."""
+        """Record a request that arrives at a scheduler. Only a storage uses it, to look the request up."""
 
     def tick(self, now: float) -> None:
-        """Move the time forward: transfers end, and blocks that came back for a request that no longer waits are
-        cached.
+        """Move the time forward: end transfers, and cache blocks that came back for a request that no longer waits.
 
         Raises:
-            ValueError: the time is not a finite number of at least 0, or before `now`.
+            ValueError: the time is not a finite number of at least 0, or is before `now`.
         """
         if check_time(now) < self.now:
             raise ValueError(f"tick: time does not go backwards; it is {self.now} ms, got {now}")
@@ -112,7 +110,7 @@ class HostTime(ABC):
 
     @abstractmethod
     def _pass(self, now: float) -> None:
-        """Move the time forward to `now`, which is not before the present time."""
+        """Move the time forward to `now`; it is not before the present time."""
 
     @abstractmethod
     def start_pass(self, now: float) -> None:
@@ -124,22 +122,22 @@ class HostTime(ABC):
 
     @abstractmethod
     def pass_to(self, now: float) -> None:
-        """Move the time forward from the end of one transfer to the next, so that queued transfers start in turn."""
+        """Move the time forward from the end of one transfer to the next, so queued transfers start in turn."""
 
     @abstractmethod
     def forget(self) -> None:
-        """Forget the blocks that came back, as the device was cleared."""
+        """Drop the records of blocks that came back, because the device was cleared."""
 
     @abstractmethod
     def cancel(self) -> None:
         """Empty the further tier, without an event, and cancel the transfers under way."""
 
     def empty_below(self) -> None:
-        """Empty what is below the device, without an event, as a reset that asks for that does."""
+        """Empty the tiers below the device, without an event, if a reset asks for it."""
         self.cancel()
 
     def was_reset(self) -> None:  # noqa: B027 - of a store that learns it too late
-        """Take note that the requests that were preempted last were so by a reset."""
+        """Record that a reset caused the last preemptions."""
 
     @abstractmethod
     def unpublished(self, tier: StorageTier) -> Container[int]:
@@ -155,19 +153,19 @@ class HostTime(ABC):
 
     @abstractmethod
     def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:
-        """Bring back the blocks of a request that the host has; the request has none yet.
+        """Load back the blocks of a request that the host has; the request has none yet.
 
         Returns:
-            The number of its cached tokens that came back for it, also in earlier attempts that did not wait.
+            The number of its cached tokens that came back for it, including earlier attempts that did not wait.
 
         Raises:
-            WouldWait: that takes time, and `wait` is False.
-            SlotsLost: the slots for it never come.
+            WouldWait: this takes time, and `wait` is False.
+            SlotsLost: the slots for it will never be free.
         """
 
     @abstractmethod
     def admitted(self, state: Any) -> None:
-        """Note that a request has its blocks."""
+        """Record that a request has its blocks."""
 
     @abstractmethod
     def allocate(self, state: Any, upto: int, *, wait: bool) -> None:
@@ -187,7 +185,7 @@ class HostTime(ABC):
         """
 
     def generate_runs(self, state: Any, runs: Sequence[Sequence[int]]) -> None:
-        """Decode in steps of which each commits one of `runs`, with a draft model."""
+        """Decode with a draft model; each step commits one of `runs`."""
         self._driver.extend_runs(state, runs)
 
     @abstractmethod

@@ -42,7 +42,7 @@ class LookaheadTokens(HashedTokens):
 
     @property
     def local_hashes(self) -> list[int]:
-        """The router's hash of each complete block, over the window of its own and the next tokens."""
+        """The router's hash of each complete block, over the window of its tokens and the next tokens."""
         if self._local is None:
             local = self._prompt.block_hashes(self.block_size, self.lookahead)
             self._local = local.copy() if self._grown else local
@@ -71,7 +71,7 @@ class LookaheadTokens(HashedTokens):
             self._last = digests[-1]
 
     def block_tokens(self, start: int, end: int) -> Sequence[tuple[Any, ...]] | None:
-        """Token ids of the complete blocks from `start` to `end`, without the next tokens."""
+        """Return the token ids of the complete blocks from `start` to `end`, without the next tokens."""
         return self.rows(start, end, self.block_size)
 
     def _made_digests(self) -> list[bytes]:
@@ -82,5 +82,5 @@ class LookaheadTokens(HashedTokens):
         return self._digests
 
     def after(self, ends: Iterable[int]) -> list[list[int]]:
-        """The next tokens that each block's name covers; `ends` are the positions of the blocks' ends."""
+        """Return the next tokens that each block's name covers; `ends` are the positions of the blocks' ends."""
         return [list(self.cut(end, end + self.lookahead)) for end in ends]

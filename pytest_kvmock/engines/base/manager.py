@@ -81,7 +81,7 @@ class KvManager(Protocol):
         token_ids: Sequence[Sequence[int]] | None = None,
         parent: Block | None = None,
     ) -> int:
-        """Short form of Use: missing arguments are filled in so that the stream is valid.
+        """Short form of Use: fill in missing arguments so that the stream is valid.
 
         A missing local hash is the block itself. A cached block keeps its lineage. The parent of another block is the
         nearest full block before it in the call, else `parent`; without either it is a root.
@@ -143,20 +143,20 @@ class KvManager(Protocol):
         """References to each block in use, partial ones included."""
 
     def references(self, block: Block) -> int:
-        """Current references to one block; 0 if it is not in use."""
+        """Count the references to one block; 0 if it is not in use."""
 
     def inactive_blocks(self) -> Sequence[Block]:
-        """Cached blocks that no request uses, in eviction order. May cost a sort."""
+        """Return the cached blocks that no request uses, in eviction order. May cost a sort."""
 
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
         """Return the cost of prefilling this sequence now. Changes nothing, not even recency."""
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Sequence hashes of the blocks in a tier, in use or not; repeated for each copy."""
+        """Return the sequence hashes of the blocks in a tier, in use or not; repeated for each copy."""
 
 
 def protocol_mismatch(subject: object, protocol: type) -> str | None:
-    """Describe what an object lacks of a protocol or base class; None if it lacks nothing."""
+    """Describe the members of a protocol or base class that an object lacks; None if it lacks none."""
     if isinstance(subject, type):
         return f"the class {subject.__name__}; it must be an object, {subject.__name__}()"
     members = [*protocol.__annotations__, *vars(protocol)]

@@ -20,7 +20,7 @@ LOG: Final = logging.getLogger("pytest_kvmock.engines")
 
 
 def check_num_blocks(num_blocks: int) -> int:
-    """Return `num_blocks`, or raise a ValueError that names what is allowed."""
+    """Return `num_blocks`, or raise a ValueError that names the allowed values."""
     return check_integer("num_blocks", num_blocks, 1)
 
 
@@ -30,7 +30,7 @@ def check_request_block_size(block_size: int) -> int:
 
 
 def check_dp_rank(dp_rank: int) -> int:
-    """Return `dp_rank`, or raise a ValueError that names what is allowed."""
+    """Return `dp_rank`, or raise a ValueError that names the allowed values."""
     if not is_integer(dp_rank, 0) or dp_rank >= 2**32:
         raise ValueError(f"dp_rank must be an integer from 0 to 4294967295, got {dp_rank!r}")
     return dp_rank
@@ -43,17 +43,17 @@ class EventPublisher:
     events, and no id is used. If a sink raises, the id is used and a warning is logged; the move and its later events
     continue. The first exception is kept, and raised at the end of the manager's call: each public method that
     publishes ends with `publisher.surface()` (in frequent calls, only `if publisher.failure is not None`). Exceptions
-    of a sink with `only_logged`, that of a worker, are not kept.
+    of a sink with `only_logged` (a worker's sink) are not kept.
 
     Args:
         sink: receives the events; None if there is none.
         dp_rank: data-parallel rank that events name.
 
     Raises:
-        TypeError: that is not a sink.
+        TypeError: `sink` is not a sink.
 
     Attributes:
-        sink: as given, of the protocol of `Sink`.
+        sink: as given, adapted to the protocol of `Sink`.
         dp_rank: as given.
         next_event_id: the id of the next event.
         failure: the first exception of the sink in this call; None if there was none.
@@ -72,7 +72,7 @@ class EventPublisher:
         """Publish to this sink from now on; None: to no sink.
 
         Raises:
-            TypeError: that is not a sink.
+            TypeError: `sink` is not a sink.
         """
         self.sink = None if sink is None else adapted(sink)
         # Only for a worker's recorder: a mock object used as a sink would have any method.
@@ -88,10 +88,10 @@ class EventPublisher:
         return event_id
 
     def passes_over(self, events: int, removed: int = 0) -> bool:
-        """Whether the next `events` events can be skipped because no sink receives them.
+        """Return whether the next `events` events can be skipped because no sink receives them.
 
         Args:
-            events: their number; if they are skipped, their ids are used.
+            events: number of events; if they are skipped, their ids are used.
             removed: number of device blocks that they remove.
         """
         if self._passes_over is None or not self._passes_over(removed):
@@ -119,7 +119,7 @@ class EventPublisher:
             self._not_taken(event, error)
 
     def publish_removed(self, blocks: Sequence[int], tier: StorageTier = StorageTier.DEVICE) -> None:
-        """Publish one Removed per block, as engines do that publish each block separately."""
+        """Publish one Removed for each block, like engines that publish each block separately."""
         if self.sink is None or self.passes_over(len(blocks), len(blocks) if tier is StorageTier.DEVICE else 0):
             return
         publish, dp_rank, new = self.sink.publish, self.dp_rank, object.__new__
@@ -128,7 +128,7 @@ class EventPublisher:
             self.next_event_id += len(blocks)
             return
         for block in blocks:
-            # Inlines the constructors; calling them would take a third of the time here.
+            # Inlined constructors: the calls would take a third of the time here.
             data = new(Removed)
             data.block_hashes = (block,)
             event = new(KvCacheEvent)
@@ -173,12 +173,12 @@ class ManagerBase:
     Args:
         backend: name of the backend.
         num_blocks: capacity in usable blocks, at least 1.
-        block_size: tokens a block; the manager checks it, as the allowed sizes differ.
+        block_size: tokens a block; the manager checks it, because the allowed sizes differ.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None to publish nothing and consume no event id.
 
     Raises:
-        TypeError: that is not a sink.
+        TypeError: `sink` is not a sink.
         ValueError: a number is invalid.
     """
 
@@ -210,7 +210,7 @@ class ManagerBase:
         return self._publisher.take_id()
 
     def _cleared(self) -> bool:
-        """Publish a Cleared, as nothing is cached any more, and return True."""
+        """Publish a Cleared, because nothing is cached any more, and return True."""
         self._publisher.publish(Cleared())
         self._publisher.surface()
         return True
@@ -253,7 +253,7 @@ class RequestLevel(ManagerBase):
         sink: where events are published; None to publish nothing and consume no event id.
 
     Raises:
-        TypeError: that is not a sink.
+        TypeError: `sink` is not a sink.
         ValueError: a number is invalid.
 
     Attributes:

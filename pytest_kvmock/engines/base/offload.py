@@ -1,7 +1,7 @@
 """The protocol between a block manager and the offload engine that keeps its evicted blocks in a further tier.
 
-A manager passes on evicted blocks with their slots, and publishes the events that come back. The engine decides how
-long transfers take and what the further tier holds; the manager decides what is published. Times are in ms.
+A manager passes on evicted blocks with their slots, and publishes the events that come back. The engine decides the
+duration of transfers and the contents of the further tier; the manager decides what is published. Times are in ms.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PinnedPrefix(Protocol):
 
     @property
     def is_complete(self) -> bool:
-        """Whether their transfer to the device is done."""
+        """Whether the transfer to the device is done."""
 
 
 class OffloadEngine(Protocol):
@@ -78,7 +78,7 @@ class OffloadEngine(Protocol):
 
     Attributes:
         tier: the further tier.
-        lost_to_pins: number of blocks that were lost on their way there because a swap-in had pinned others.
+        lost_to_pins: number of blocks that were lost on their way there because a swap-in had pinned other blocks.
     """
 
     tier: StorageTier
@@ -105,7 +105,7 @@ class OffloadEngine(Protocol):
         """Pin the longest prefix that it holds; None if it does not hold the first."""
 
     def lookup(self, plhs: Sequence[int]) -> int:
-        """Count the leading ones that it holds. Changes nothing."""
+        """Count the leading blocks that it holds. Changes nothing."""
 
     def start(self, prefix: PinnedPrefix, now: float | None) -> None:
         """Start the transfer of a pinned prefix to the device, now or at the time of the last tick."""
@@ -114,7 +114,7 @@ class OffloadEngine(Protocol):
         """Unpin a prefix."""
 
     def resident(self) -> Collection[int]:
-        """Sequence hashes of the blocks that it holds."""
+        """Return the sequence hashes of the blocks that it holds."""
 
     @property
     def unpublished(self) -> Container[int]:
@@ -143,7 +143,7 @@ class WriteThrough(Protocol):
         """Return the events since the last call, to be published after those of the device."""
 
     def resident_names(self, group: int = 0) -> list[int]:
-        """Hashes of the loadable blocks of a group, as in events; repeated for each copy."""
+        """Return the hashes of the loadable blocks of a group, as in events; repeated for each copy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -182,7 +182,7 @@ class Scheduled:
 
     @property
     def is_complete(self) -> bool:
-        """Whether they have arrived by the last tick or start of a transfer."""
+        """Whether the blocks had arrived by the last tick or start of a transfer."""
         return self.prefix is not None and self.prefix.is_complete
 
 

@@ -53,9 +53,9 @@ class PagedRequest:
 class PagedCacheManager:
     """A pool of KV blocks, sized in bytes.
 
-    In three cases inference_lab's continues with a wrong state, and this one raises and does not change: a free block
-    is freed (there it would be on the stack twice, and go to two requests), an id is unknown, or the capacity is 0
-    blocks (there the utilization is not a number).
+    In three cases inference_lab's manager continues with a wrong state, while this one raises and does not change: a
+    free block is freed (the original puts it on the stack twice, and gives it to two requests), an id is unknown, or
+    the capacity is 0 blocks (the original's utilization is not a number).
 
     Args:
         kv_cache_capacity: bytes of KV cache; a rest of less than a block is not used.
@@ -96,11 +96,11 @@ class PagedCacheManager:
         self.enable_prefix_caching = enable_prefix_caching
         self.num_prefix_cache_hits = 0
         self.num_prefix_cache_misses = 0
-        # The stack of free blocks: returned blocks, above the never used ones. The latter are the ids below
-        # `_untouched`, the highest on top, so that a large cache costs nothing before it is used.
+        # The stack of free blocks: returned blocks on top of unused ones. Unused blocks are the ids below `_untouched`,
+        # with the highest on top, so a large cache costs nothing before it is used.
         self._returned: list[int] = []
         self._untouched = self.total_blocks
-        self._references: dict[int, int] = {}  # of blocks in use
+        self._references: dict[int, int] = {}  # references to each block in use
         self._known_prompts: set[tuple[str, int]] = set()
 
     def __repr__(self) -> str:
@@ -120,7 +120,7 @@ class PagedCacheManager:
         """Count the requests that have a block; 0 for a free one.
 
         Raises:
-            ValueError: there is no such block.
+            ValueError: the block does not exist.
         """
         self._check_block(block_id, "references")
         return self._references.get(block_id, 0)
@@ -135,11 +135,11 @@ class PagedCacheManager:
             num_tokens: tokens after the computed ones.
 
         Returns:
-            Their ids: first the ones that were returned last, then unused ones from the highest down; an empty list if
-                it has enough. None, and nothing is taken, if too few are free.
+            The ids of the blocks: first the blocks that were returned last, then unused ones from the highest down; an
+                empty list if the request has enough. None, with nothing taken, if too few are free.
 
         Raises:
-            ValueError: not a request, or an invalid number of tokens.
+            ValueError: `request` is not a request, or the number of tokens is invalid.
         """
         _check_request(request, "allocate_blocks")
         check_integer("allocate_blocks: num_tokens", num_tokens, 0)
@@ -167,7 +167,7 @@ class PagedCacheManager:
             block_ids: the blocks, one entry for each new reference.
 
         Raises:
-            ValueError: one is free, or there is no such block; nothing has changed.
+            ValueError: a block is free or does not exist; nothing has changed.
         """
         block_ids = self._check_blocks(block_ids, "reference_blocks")
         for block_id in block_ids:
@@ -183,7 +183,7 @@ class PagedCacheManager:
             block_ids: the blocks, one entry for each reference to drop.
 
         Raises:
-            ValueError: one is free, unknown, or has fewer references than are dropped; nothing has changed.
+            ValueError: a block is free, unknown, or has fewer references than are dropped; nothing has changed.
         """
         block_ids = self._check_blocks(block_ids, "free_blocks")
         for block_id, times in Counter(block_ids).items():
@@ -200,16 +200,16 @@ class PagedCacheManager:
     def check_prefix_cache(self, request: PagedRequest) -> int:
         """Return the prompt tokens of a request that count as cached, and count a hit or a miss.
 
-        This is a toy, as in the original. The key of a prompt is the request's id and length, not its tokens; at most
-        one block counts as cached; and entries stay when blocks are freed. A request that misses is entered, if it has
-        a block.
+        This is a toy, as in the original. The key of a prompt is the request's id and length, not its tokens. At most
+        one block counts as cached, and entries stay when blocks are freed. A request that misses gets an entry if it
+        has a block.
 
         Returns:
-            `block_size` for a hit, or the length of a shorter prompt; 0 for a miss. Without prefix caching 0, and
-            nothing is counted.
+            `block_size` for a hit, or the length of a shorter prompt; 0 for a miss. Without prefix caching 0, with
+            nothing counted.
 
         Raises:
-            ValueError: not a request.
+            ValueError: `request` is not a request.
         """
         _check_request(request, "check_prefix_cache")
         if not self.enable_prefix_caching:

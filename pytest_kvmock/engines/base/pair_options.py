@@ -1,4 +1,4 @@
-"""Options of a pair's hand-over: the connector, how long blocks are kept, and what happens after a failure."""
+"""Options of a pair's hand-over: the connector, the time for which blocks are kept, and the reaction to a failure."""
 
 from __future__ import annotations
 
@@ -67,10 +67,10 @@ class PairOptions:
 
     @classmethod
     def of(cls, given: dict[str, Any], where: str = "") -> PairOptions:
-        """Make options from a mapping.
+        """Return options from a mapping.
 
         Raises:
-            ValueError: an unknown name, or a value out of range.
+            ValueError: a name is unknown, or a value is out of range.
         """
         known = [each.name for each in fields(cls)]
         for name in given:
@@ -89,7 +89,7 @@ class PairRole:
         options: options of its connector; "both" has `bidirectional_kv_xfer`.
 
     Raises:
-        ValueError: a field has another value, or they do not fit each other.
+        ValueError: a field has an invalid value, or the fields do not fit each other.
     """
 
     worker_type: PairType
@@ -115,10 +115,10 @@ class PairRole:
         return PAIRED[self.hand_over]
 
     def check_manager(self, manager: Any) -> None:
-        """Check that recordings cover pairs over a manager.
+        """Check that recordings cover pairs on a manager.
 
         Raises:
-            ValueError: it is not vLLM's, has a host, keeps states, or has a draft model of several modules.
+            ValueError: the manager is not vLLM's, has a host, keeps states, or has a draft model of several modules.
         """
         backend = manager.backend
         if not hasattr(manager, "nameless_blocks"):

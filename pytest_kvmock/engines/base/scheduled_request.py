@@ -20,7 +20,7 @@ class ScheduledRequest:
         priority: larger values are served first, if the scheduler has priorities.
         arrival_ms: time of its arrival.
         status: "waiting" before its first admission, "running", "preempted" (it waits again), "finished", "rejected"
-            (it could never fit), "failed" (it could never fit at the engine to which it was to be handed over),
+            (it could never fit), "failed" (it could never fit at the destination of its hand-over),
             "aborted", "lost" (its worker restarted) or "unfinished" (the clock of its fleet stopped).
         computed_tokens: number of leading tokens whose KV is computed, cached ones included; 0 while it waits.
         generated_tokens: number of generated tokens.
@@ -29,7 +29,7 @@ class ScheduledRequest:
         lacking: with a hybrid model, the tokens that full attention had at its first admission, and the caches that
             could not resume there.
         onboarded_tokens: tokens that came back from the host for it, before its first admission.
-        fetched_tokens: those of them that came from a storage, not from the host.
+        fetched_tokens: the part of these tokens that came from a storage, not from the host.
         admitted_ms: start of the pass that first gave it blocks; None before.
         admissions: for each admission the start of its pass, and the number of tokens that it found cached.
         token_ms: time of each generated token, in milliseconds.
@@ -101,7 +101,7 @@ class ScheduledRequest:
 
     @property
     def ttft_ms(self) -> float | None:
-        """Milliseconds from its arrival to its first token; None if there was none. The other times are alike."""
+        """Milliseconds from its arrival to its first token; None without one. The same holds for the other times."""
         return self.token_ms[0] - self.arrival_ms if self.token_ms else None
 
     @property
@@ -131,7 +131,7 @@ class ScheduledRequest:
         return self.onboarded_tokens - self.fetched_tokens
 
     def admit(self, now_ms: float, reused_tokens: int) -> None:
-        """Note an admission that found `reused_tokens` tokens cached."""
+        """Record an admission that found `reused_tokens` tokens cached."""
         if self.admitted_ms is None:
             self.admitted_ms = now_ms
             self.first_reused_tokens = reused_tokens
@@ -139,9 +139,9 @@ class ScheduledRequest:
         self.admissions.append((now_ms, reused_tokens))
 
     def next_token(self) -> int:
-        """The next token that it generates; subclasses choose it."""
+        """Return the next token that it generates; subclasses choose it."""
         return 0
 
     def next_tokens(self, count: int) -> Sequence[int]:
-        """The next tokens that it generates, as from `count` calls of `next_token`."""
+        """Return the next tokens that it generates, equal to `count` calls of `next_token`."""
         return [0] * count

@@ -17,7 +17,7 @@ class TreeDriver:
 
     Args:
         manager: the cache.
-        prefix_caching: whether requests reuse and leave anything; without it, requests share no pages.
+        prefix_caching: whether requests reuse cached pages and leave pages; without it, requests share no pages.
         rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
     """
 
@@ -48,17 +48,17 @@ class TreeDriver:
         return self.manager.request(prompt, Random(0) if to_look else self._rng)  # noqa: S311 - mock data
 
     def lookup(self, request: Any) -> int:
-        """Number of usable cached tokens of a request, without its last one."""
+        """Count the usable cached tokens of a request, without its last one."""
         tokens: int = self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
         return tokens
 
     def room(self) -> int:
-        """Number of pages that no request has."""
+        """Count the pages that no request has."""
         pages: int = self.manager.num_blocks - self.manager.num_active_blocks
         return pages
 
     def plan(self, request: Any, upto: int) -> PromptPlan:
-        """Look a request up; its match stays in the request, as in SGLang."""
+        """Look up a request; as in SGLang, its match stays in the request."""
         need: int = self.need(request, upto)
         return PromptPlan(need, self.room(), request.found * self.manager.block_size)
 
@@ -84,19 +84,19 @@ class TreeDriver:
             request.tokens.release()
 
     def clear(self) -> bool:
-        """Drop all that is cached."""
+        """Drop all cached pages."""
         cleared: bool = self.manager.clear()
         return cleared
 
     # ------------------------------------------------------------------------------------------- a scheduler's
 
     def unheld(self) -> int:
-        """Number of tokens in pages that are free, or cached and evictable."""
+        """Count the tokens in pages that are free, or cached and evictable."""
         tokens: int = self.room() * self.manager.block_size
         return tokens
 
     def prefill(self, request: Any, upto: int) -> int | None:
-        """Match, lock, make room and compute a chunk. It enters the tree at the end of the pass.
+        """Match, lock, make room and compute a chunk. The chunk enters the tree at the end of the pass.
 
         SGLang matches the whole prompt before it cuts a chunk; here only the chunk is matched.
         """
@@ -120,7 +120,7 @@ class TreeDriver:
             self._computed(request)
 
     def step_tokens(self, requests: Sequence[Any]) -> int:
-        """Tokens of a page for each request that needs one."""
+        """Count the tokens of a page for each request that needs one."""
         tokens: int = sum(request.opens_page for request in requests) * self.manager.block_size
         return tokens
 
@@ -133,15 +133,15 @@ class TreeDriver:
     # ----------------------------------------------------------------------------------- what its manager does
 
     def need(self, request: Any, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Number of pages; see `Driver.need`."""
+        """Count the pages that a request needs; see `Driver.need`."""
         raise NotImplementedError
 
     def _start(self, request: Any, upto: int) -> bool:
-        """Match the first `upto` tokens of a request without pages, and lock; return False if it has to wait."""
+        """Match and lock the first `upto` tokens of a request without pages; return False if it has to wait."""
         raise NotImplementedError
 
     def _fits(self, request: Any, upto: int) -> bool:
-        """Whether there is room for a chunk up to `upto`."""
+        """Return whether there is room for a chunk up to `upto`."""
         raise NotImplementedError
 
     def _withdraw(self, request: Any) -> None:
@@ -153,5 +153,5 @@ class TreeDriver:
         raise NotImplementedError
 
     def _computed(self, request: Any) -> None:
-        """Cache the computed tokens of a running request, if requests leave anything."""
+        """Cache the computed tokens of a running request, if prefix caching is on."""
         raise NotImplementedError

@@ -1,6 +1,6 @@
-"""The blocks of a manager in slots, one each: the form that has every oddity, and asks the eviction policy.
+"""The blocks of a manager, one in each slot: the form that handles every special case, and asks the eviction policy.
 
-One subject: what each move does to slots, names and references.
+One subject: the effects of each move on slots, names and references.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from pytest_kvmock.values.moves import Block, Promote, Use
 # There are three identities. Moves and events name blocks by sequence hash, the pool caches them by lineage hash (PLH),
 # and a slot is the place of a block. Reuse is decided by PLH, so a slot that was stored under one sequence hash may be
 # held under others with the same PLH; its Removed names the first. `Names` maps blocks to slots. Nearly always a slot
-# is held by its own name alone: then a Use takes what is cached, and what is not, in bulk. While there are other names,
-# aliases, and wherever cached blocks come after new ones, blocks are taken one by one. For what a Use publishes, and
-# when, see `Used` in pool.py.
+# is held by its own name only: then a Use takes its cached blocks in bulk, and then its new blocks in bulk. While
+# aliases (other names) exist, and wherever cached blocks come after new ones, blocks are taken one by one. `Used` in
+# pool.py has the events of a Use and their times.
 
 
 class Pin:
-    """Blocks of the device that stay active for no request, until `unpin`."""
+    """Blocks of the device that stay active without a request, until `unpin`."""
 
     __slots__ = ("is_open", "numbers")
 
@@ -48,13 +48,13 @@ class CachedSlots:
         backend: name of the manager's behaviour, for errors.
         pool: has the slots, and the eviction policy.
         partials: the manager's partial blocks in use, which are changed here.
-        runs: the form in which the blocks were before; None if there are none.
+        runs: the previous form of the blocks; None if there was none.
 
     Attributes:
-        names: which block is in which slot.
-        references: to full blocks.
-        makes_room: whether a Use that finds no empty slot may evict: what an offload engine takes leaves no room at
-            once.
+        names: the names that hold slots.
+        references: number of references to full blocks.
+        makes_room: whether a Use that finds no empty slot may evict. False with an offload engine, because evicted
+            blocks make no room at once.
     """
 
     def __init__(self, backend: str, pool: BlockPool, partials: dict[UUID, Slot], runs: Runs | None = None) -> None:
@@ -65,8 +65,8 @@ class CachedSlots:
         self.references = 0
         self.makes_room = True
         self._num_inactive = 0
-        self._freed: list[Slot] = []  # inactive, and not given to the policy yet
-        self._last_pin = 0  # numbers of pins go down from -1: no block is named so
+        self._freed: list[Slot] = []  # inactive slots that are not in the policy yet
+        self._last_pin = 0  # numbers of pins go down from -1, so they never equal a block's name
         if runs is not None:
             self._take_over(runs)
 
@@ -89,20 +89,20 @@ class CachedSlots:
         return self._num_inactive + len(self._freed)
 
     def held(self) -> dict[int, int]:
-        """References to each block in use."""
+        """Return the number of references to each block in use."""
         return self.names.references()
 
     def references_of(self, name: int) -> int:
-        """References to one full block."""
+        """Count the references to one full block."""
         return self.names.references_of(name)
 
     def inactive(self) -> list[int]:
-        """Cached blocks that no request uses, in the order in which they would be evicted. May cost a sort."""
+        """Return the cached blocks that no request uses, in the order of their eviction. May cost a sort."""
         self.flush()
         return [slot.name for slot in self._pool.inactive.order()]
 
     def resident(self) -> list[int]:
-        """The cached blocks, in the order in which they were stored, by the names they were stored under."""
+        """Return the names under which the cached blocks were stored, in the order of storing."""
         return [slot.name for slot in self._pool.registered.values()]
 
     def has_plh(self, plh: int) -> bool:
@@ -110,7 +110,7 @@ class CachedSlots:
         return plh in self._pool.registered
 
     def plh_of(self, name: int) -> int | None:
-        """The lineage hash of the block that a name holds, else of one stored under it; None if none is cached."""
+        """Return the lineage hash of the block that a name holds, or else of a block stored under it; or None."""
         slot = self.names.held_by(name) or self.names.own.get(name)
         if slot is None and self.names.homonyms:
             same = (slot for slot in self._pool.registered.values() if slot.name == name)
@@ -118,7 +118,7 @@ class CachedSlots:
         return None if slot is None else slot.plh
 
     def overlap(self, blocks: Sequence[Block], plhs: Sequence[int]) -> int:
-        """Count the leading blocks that are in use by this name, or of which the manager has an entry."""
+        """Count the leading blocks that are in use by their name, or for which the manager has an entry."""
         registered, unknown, held_by = self._pool.registered, self._pool.unknown, self.names.held_by
         count = 0
         for block, plh in zip(blocks, plhs, strict=False):
@@ -131,10 +131,10 @@ class CachedSlots:
     # ----------------------------------------------------------------------------------------------------- Use
 
     def use(self, move: Use, leading: int) -> Used:
-        """Carry out a Use that was checked, but for its lineage hashes; see `Form`.
+        """Carry out a Use; all but its lineage hashes was checked. See `Form`.
 
         Raises:
-            MoveError: one is invalid; nothing has changed.
+            MoveError: a lineage hash is invalid; nothing has changed.
         """
         move_checks.check_use_plhs(move)
         self.flush()
@@ -149,7 +149,7 @@ class CachedSlots:
         return used
 
     def _hold_leading(self, move: Use, used: Used) -> None:
-        """Hold the leading blocks that are cached, up to the first that is not: they are most of most Uses."""
+        """Hold the leading cached blocks, up to the first that is not cached; most Uses have mostly such blocks."""
         own = self.names.own
         woken: list[Slot] = []
         held = 0
@@ -176,8 +176,8 @@ class CachedSlots:
     def _store_unknown(self, move: Use, end: int, used: Used) -> None:
         """Store the blocks before `end` that are not served yet, if none of them is cached or held under any name.
 
-        All slots are taken at once then. Nothing that is evicted for them can be asked for by a later block of the run,
-        nor can one block of it meet another: so the order in which they are taken and filled shows nowhere.
+        All slots are taken at once. No block of the run needs a block that is evicted for them, and no two blocks of
+        the run share a name or place. So the order in which the slots are taken and filled has no visible effect.
         """
         start, pool = used.served, self._pool
         names, plhs = move.blocks[start:end], move.plhs[start:end]
@@ -216,7 +216,7 @@ class CachedSlots:
 
         for name, plh, local, tokens in move_checks.iter_blocks(move, used.served):
             if plh is None:
-                # A partial block has no references to count, and moves neither anchor nor parent.
+                # A partial block has no references to count, and changes neither anchor nor parent.
                 if name not in partials:
                     empty = self._allocate(1, used)
                     if not empty:
@@ -229,7 +229,7 @@ class CachedSlots:
             elif (slot := pool.match(plh)) is not None:
                 self._hold_cached(slot, name)
                 matched += 1
-                used.anchor = name  # only hits move it, even hits after new blocks
+                used.anchor = name  # only hits change it, even hits after new blocks
             else:
                 empty = self._allocate(1, used)
                 if not empty:
@@ -240,7 +240,7 @@ class CachedSlots:
                 used.stored.append(name)
                 used.local_hashes.append(local)
                 if tokens is not None:
-                    if not isinstance(used.token_ids, list):  # the rows of blocks that were stored at the same time
+                    if not isinstance(used.token_ids, list):  # the rows of blocks stored in bulk
                         used.token_ids = list(used.token_ids)
                     used.token_ids.append(tokens)
             served += 1
@@ -251,7 +251,7 @@ class CachedSlots:
         pool.match_hashes_requested += matched + stored + used.refused
 
     def _hold_cached(self, slot: Slot, name: int) -> None:
-        """Hold a cached block by a name that holds none."""
+        """Hold a cached block by a name that holds no block yet."""
         if slot.refs or slot.aliases:
             self._pool.inactive._on_touch(slot)
         else:
@@ -267,10 +267,10 @@ class CachedSlots:
         self._pool.inactive._on_register((slot,))
 
     def _allocate(self, count: int, used: Used) -> list[Slot]:
-        """Take empty slots: from the reset pool while it has any, then by evicting. Fewer when nothing more can be
-        evicted.
+        """Take up to `count` slots, from the reset pool, then by eviction; fewer if no more blocks can be evicted.
 
-        With an offload engine none is evicted here: an evicted slot is its, while the block travels to the next tier.
+        With an offload engine nothing is evicted here: the engine keeps an evicted slot while its block is copied to
+        the next tier.
         """
         slots = self._pool.take_reset(count)
         if len(slots) == count or not self.makes_room:
@@ -278,11 +278,11 @@ class CachedSlots:
         return slots + self.evict(count - len(slots), used)
 
     def evict_for(self, move: Use, used: Used) -> list[Slot]:
-        """Evict as many blocks as what a Use was not served will need slots, as far as there are."""
+        """Evict one block for each slot that the unserved part of a Use still needs, as far as there are blocks."""
         if used.served == len(move.blocks) or not self._num_inactive:
             return []
         victims = self.evict(1, used)
-        # Counted after the first eviction: its victim may be among them.
+        # Counted after the first eviction: its victim may be one of these blocks.
         held_by, registered, rest = self.names.held_by, self._pool.registered, move.blocks[used.served :]
         full = used.served - sum(isinstance(block, UUID) for block in move.blocks[: used.served])
         plhs = iter(move.plhs[full + isinstance(rest[0], int) :])
@@ -301,7 +301,7 @@ class CachedSlots:
         return self.evict(count, used) if count else []
 
     def evict(self, count: int, used: Used) -> list[Slot]:
-        """Evict the blocks whose turn it is, fewer where no more can be evicted; return the slots they were in."""
+        """Evict the next `count` blocks, or fewer if no more can be evicted; return their slots."""
         pool, own = self._pool, self.names.own
         wanted = min(count, self._num_inactive)
         victims = pool.inactive.evict(count)
@@ -343,7 +343,7 @@ class CachedSlots:
         own = self.names.own
         slots: list[Slot] = []
         try:
-            if len(blocks) == 1:  # in the form of the real scheduler
+            if len(blocks) == 1:  # as the real scheduler frees blocks
                 slot = own[blocks[0]]  # type: ignore[index]  # a partial block is a KeyError
                 refs = slot.refs
                 if refs:
@@ -394,8 +394,9 @@ class CachedSlots:
             self._num_inactive += 1
 
     def flush(self) -> None:
-        """Insert what was freed since the last time into the policy: schedulers free block by block, it takes many
-        at once.
+        """Insert the slots freed since the last flush into the policy.
+
+        Schedulers free block by block; the policy takes many slots at once.
         """
         freed = self._freed
         if freed:
@@ -434,7 +435,7 @@ class CachedSlots:
     # -------------------------------------------------------------------------- blocks that belong to no request
 
     def cache(self, slot: Slot, name: int, plh: int) -> bool:
-        """Cache a block in an empty slot, inactive; do nothing and return False if it is there."""
+        """Cache a block in an empty slot, inactive; do nothing and return False if it is cached already."""
         self.flush()
         if self.names.held_by(name) is not None or self._pool.match(plh) is not None:
             return False
@@ -487,10 +488,10 @@ class CachedSlots:
             self._release(number)
 
     def unpin_all(self) -> None:
-        """Drop what all pins hold."""
+        """Drop all pins."""
         self.unpin(Pin([number for number in self.names.alias_slots if number < 0]))
 
     def num_held_by(self, pins: Iterable[Pin]) -> int:
-        """Count the blocks that are active for these pins alone."""
+        """Count the blocks that only these pins keep active."""
         slots = Counter(self.names.alias_slots[number] for pin in pins for number in pin.numbers)
         return sum(not slot.refs and slot.aliases == count for slot, count in slots.items())

@@ -1,23 +1,22 @@
 """The block manager of Dynamo's mocker before kvbm-logical (`KvManager` and `HashCache` of dynamo-mocker 1.0.2).
 
-It is faithful, and does what the original does wrong:
+It reproduces the faults of the original:
 
-- *local hashes from the end*: a Stored of n blocks has the last n local hashes of its Use. Where a block that was
-  stored is followed by one that was cached, or a hash too many was given, hashes stand next to blocks that are not
-  theirs (hygiene: `wrong_hash`);
-- *anchor by hits*: the parent of a Stored is the last full block of its Use that was cached, wherever it stands; and
-  what was stored before and after it is published as one run (`wrong_hash`; `invalid_block` where a Use names a block
-  twice, which is then its own parent);
-- *a failed Use keeps what it took*, and does not publish it (`engine_drift`);
-- *a Deref of what is not in use* is ignored, so that a request that frees twice takes a reference from another one,
-  unnoticed;
-- *a freed partial block* stays in the pool, though no request can find it, until it is evicted without an event;
+- *local hashes from the end*: a Stored of n blocks has the last n local hashes of its Use. If a cached block follows a
+  stored one, or if there is an extra hash, blocks get hashes of other blocks (hygiene: `wrong_hash`);
+- *anchor by hits*: the parent of a Stored is the last cached full block of its Use, wherever it is, and the blocks
+  stored before and after it are published as one run (`wrong_hash`; `invalid_block` if a Use names a block twice,
+  which is then its own parent);
+- *a failed Use keeps the blocks that it took*, and does not publish them (`engine_drift`);
+- *a Deref of a block that is not in use* is ignored, so a request that frees a block twice silently drops another
+  request's reference;
+- *a freed partial block* stays in the pool until it is evicted without an event, although no request can find it;
 - *a Destroy* takes a block from all its users;
-- *tokens by place*: token ids are found by a block's place among all blocks of the Use, partial ones too
-  (`wrong_hash`, where a partial block is not the last one);
-- a Use that ends its hits with a partial block is refused.
+- *tokens by place*: token ids are found by a block's place among all blocks of the Use, partial ones included
+  (`wrong_hash` if a partial block is not the last one);
+- a Use whose last hit is a partial block is refused.
 
-`strict=True` corrects each of them.
+`strict=True` corrects all of them.
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ T = TypeVar("T", bound=Hashable)
 class LruEvictor(Generic[T]):
     """Objects in the order in which dynamo-mocker 1.0.2 evicts them (`LRUEvictor`).
 
-    The original gives each a signed number, and evicts the smallest: `insert` counts up from 0, `push_front` down. So
-    what is inserted is evicted last, what is pushed to the front is evicted first, and what comes again has its new
-    place only.
+    The original gives each object a signed number, and evicts the smallest: `insert` counts up from 0, `push_front`
+    counts down. So an inserted object is evicted last, and an object pushed to the front first. An object that comes
+    again has only its new place.
     """
 
     __slots__ = ("_order",)
@@ -102,11 +101,11 @@ class LruEvictor(Generic[T]):
 # A block, full or partial, is in one of two pools under its name: in use, with references, or inactive, in the order of
 # eviction. There are no slots; the two sizes together are the used capacity.
 #
-# A Use is planned before it is done, as the original finds errors only half-way, and panics. Its parts can be published
-# in this order without loss: each eviction is published at once and what is stored at the end, so all Removed of a Use
-# come first, one a block, then the Stored. (For want of local hashes the original panics only if somebody listens; here
-# that is refused in any case.) It fits if and only if the blocks in use and those that it names do not exceed the
-# capacity: inactive blocks can always be evicted.
+# A Use is planned before it is carried out, because the original finds errors only half-way, and panics. The original
+# publishes each eviction at once, and the stored blocks at the end. So all Removed of a Use come first, one a block,
+# then the Stored, and the mock can publish after the plan. (If local hashes are missing, the original panics only with
+# a listener; the mock always refuses the Use.) A Use fits if and only if the blocks in use and the blocks that it names
+# do not exceed the capacity: inactive blocks can always be evicted.
 
 
 class HashCacheManager(ShortForms, ManagerBase):
@@ -114,8 +113,8 @@ class HashCacheManager(ShortForms, ManagerBase):
 
     `process` answers a Use with the number of its blocks, or with 0 if it failed.
 
-    A Use of 1.0.2 has no parent: a run that stores its first block is a root. Here `Use.parent` names one. Lineage
-    hashes are not needed, and not looked at.
+    In 1.0.2 a Use has no parent: if its first block is stored, the run is a root. Here `Use.parent` can name a parent.
+    Lineage hashes are ignored.
 
     Args:
         backend: name of the behaviour.
@@ -123,11 +122,11 @@ class HashCacheManager(ShortForms, ManagerBase):
         block_size: tokens a block, at least 2.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None to publish nothing and consume no event id.
-        strict: correct what the original does wrong (see the module). Local hashes and token ids are those of the full
-            blocks in their order, and as many (a last partial block may have a local hash, and tokens, too: 1.0.2's
-            sequences give them when all its tokens are there); each run is stored under the block right before it; a
-            Use that does not fit changes nothing; a Deref of what is not in use, and a Destroy of what has several
-            references, are refused; a partial block is dropped when it is freed.
+        strict: correct the faults of the original (see the module). A Use has one local hash and one list of token ids
+            for each full block, in order (optionally also for a last partial block: 1.0.2's sequences add them when
+            all its tokens are there). Each run is stored below the block right before it. A Use that does not fit
+            changes nothing. A Deref of a block that is not in use, and a Destroy of a block with several references,
+            are refused. A freed partial block is dropped.
 
     Raises:
         ValueError: an argument is invalid.
@@ -173,7 +172,7 @@ class HashCacheManager(ShortForms, ManagerBase):
 
     @property
     def num_inactive_blocks(self) -> int:
-        """Blocks that no request uses; freed partial ones too, which cannot be found."""
+        """Blocks that no request uses, including freed partial ones, which no request can find."""
         return len(self._inactive)
 
     @property
@@ -182,21 +181,21 @@ class HashCacheManager(ShortForms, ManagerBase):
         return dict(self._active)
 
     def references(self, block: Block) -> int:
-        """References to one block now; 0 if it is not in use."""
+        """Count the references to one block; 0 if it is not in use."""
         return self._active.get(block, 0)
 
     def inactive_blocks(self) -> list[Block]:
-        """Blocks that no request uses, freed partial ones too, in the order in which they would be evicted."""
+        """Return the blocks that no request uses, including freed partial ones, in the order of their eviction."""
         return list(self._inactive)
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Sequence hashes of the full blocks in both pools."""
+        """Return the sequence hashes of the full blocks in both pools."""
         if tier != StorageTier.DEVICE:
             return []
         return [*full_blocks(self._active), *full_blocks(self._inactive)]
 
     def probe_new_blocks(self, blocks: Iterable[Block]) -> int:
-        """Count the blocks of these that are in neither pool; repeats count."""
+        """Count the given blocks that are in neither pool; repeats count."""
         return sum(block not in self._active and block not in self._inactive for block in blocks)
 
     @property
@@ -212,8 +211,8 @@ class HashCacheManager(ShortForms, ManagerBase):
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
         """Return the cost of prefilling this sequence now. Changes nothing, recency included.
 
-        Its leading blocks in either pool count as cached, also a partial one, and also without prefix caching, where
-        only the sequence's own can be there.
+        Its leading blocks in either pool count as cached, including a partial one. This also holds without prefix
+        caching, where only the sequence's own blocks can be there.
         """
         blocks = sequence.unique_blocks
         overlap = 0
@@ -233,7 +232,7 @@ class HashCacheManager(ShortForms, ManagerBase):
             For a Use, the number of its blocks, or 0 if they did not fit; for other moves 1.
 
         Raises:
-            MoveError: the move breaks a rule; nothing has changed. Where the original panics, this is raised.
+            MoveError: the move breaks a rule; nothing has changed. The original panics in this case.
         """
         kind = type(move)
         if kind is Use:
@@ -251,10 +250,10 @@ class HashCacheManager(ShortForms, ManagerBase):
         return answer
 
     def destroy(self, *blocks: Block | Iterable[Block]) -> None:
-        """Short form of Destroy: delete each block, given one by one or as a list.
+        """Short form of Destroy: delete blocks that are given one by one or as a list.
 
         Raises:
-            MoveError: as `process` does.
+            MoveError: see `process`.
         """
         self.process(Destroy(move_checks.flatten(blocks)))
 
@@ -296,7 +295,7 @@ class HashCacheManager(ShortForms, ManagerBase):
         return len(blocks) if fits else 0
 
     def _plan_use(self, blocks: Sequence[Block]) -> UsePlan:
-        """Plan a Use of these blocks; it ends before the first that has no room."""
+        """Plan a Use of these blocks; it ends before the first block without room."""
         active, inactive = self._active, self._inactive
         room = self.num_blocks - len(active) - len(inactive)
         hits: list[int] = []
@@ -380,7 +379,7 @@ class HashCacheManager(ShortForms, ManagerBase):
     def clear(self) -> bool:
         """Drop every cached block and publish a Cleared; do nothing and return False while any block is in use.
 
-        The original has no such thing.
+        The original has no such operation.
         """
         if self._active:
             return False

@@ -1,6 +1,4 @@
-"""A Use of the hash cache: what it will do, and the Stored that it publishes, as dynamo-mocker 1.0.2 does and as it
-should.
-"""
+"""A Use of the hash cache: its plan, and the Stored that it publishes, both as in dynamo-mocker 1.0.2 and corrected."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ class UsePlan(NamedTuple):
     """The blocks that a Use will serve, wake and evict.
 
     Attributes:
-        served: leading blocks that it takes; all, if it fits.
-        hits: places of those that are cached, or were named before.
-        stored: places of those that are not.
+        served: number of leading blocks that it takes; all if it fits.
+        hits: places of served blocks that are cached, or were named earlier in the Use.
+        stored: places of the other served blocks.
         woken: the inactive blocks that it takes.
-        evicted: the blocks that are evicted for it, in order.
+        evicted: the blocks that it evicts, in order.
     """
 
     served: int
@@ -39,14 +37,13 @@ def full_blocks(blocks: Iterable[Block]) -> list[int]:
 def evicted_one_by_one(
     blocks: Sequence[Block], plan: UsePlan, active: int, inactive: int
 ) -> Iterator[tuple[Block, tuple[int, int]]]:
-    """Yield each block that a Use evicts, with how many are active and inactive then; its own place is free, not taken
-    yet.
+    """Yield each block that a Use evicts, with the numbers of active and inactive blocks right after its eviction.
 
     Args:
         blocks: the blocks of the Use.
         plan: the plan of the Use.
-        active: number of active blocks before it.
-        inactive: number of inactive blocks before it.
+        active: number of active blocks before the Use.
+        inactive: number of inactive blocks before the Use.
     """
     stored, woken = set(plan.stored), set(plan.woken)
     first = len(plan.stored) - len(plan.evicted)  # earlier blocks had room
@@ -64,9 +61,7 @@ def evicted_one_by_one(
 
 
 def check_token_places(move: Use, plan: UsePlan) -> None:
-    """Raise a MoveError where the original does not find the tokens of a block that it stores, in a Use that fails
-    too.
-    """
+    """Raise a MoveError where the original misses the tokens of a block that it stores, even in a Use that fails."""
     places = _full_places(move, plan)
     if move.token_ids is not None and places and len(move.token_ids) <= places[-1]:
         raise MoveError(
@@ -80,7 +75,7 @@ def _full_places(move: Use, plan: UsePlan) -> list[int]:
 
 
 def stored_as_1_0_2(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTokens | None]]:
-    """Yield what a Use that fits publishes, as the original does: one Stored, and its tokens.
+    """Yield what a Use that fits publishes in the original: one Stored, and its tokens.
 
     Raises:
         MoveError: where the original panics.
@@ -101,9 +96,7 @@ def stored_as_1_0_2(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTok
 
 
 def stored_runs(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTokens | None]]:
-    """Yield what a Use that fits should publish: a Stored for each run of new blocks, under the full block before
-    it.
-    """
+    """Yield what a Use that fits should publish: a Stored for each run of new blocks, below the full block before."""
     new = set(plan.stored)
     anchor = before = move.parent
     run: list[int] = []
@@ -125,7 +118,7 @@ def stored_runs(move: Use, plan: UsePlan) -> Iterator[tuple[Stored, BlockTokens 
 
 
 def _run(move: Use, anchor: Block | None, run: Sequence[int], first: int) -> tuple[Stored, BlockTokens | None]:
-    """One Stored; `first` is the place of its first block among the full ones of the Use."""
+    """Return one Stored; `first` is the place of its first block among the full blocks of the Use."""
     assert not isinstance(anchor, UUID)
     end = first + len(run)
     local_hashes = tuple(move.local_hashes[first:end]) or (0,) * len(run)
@@ -133,7 +126,10 @@ def _run(move: Use, anchor: Block | None, run: Sequence[int], first: int) -> tup
 
 
 def check_lengths(move: Use, num_full: int) -> None:
-    """Raise a MoveError unless the lists of a Use are as long as its full blocks are many, or not there."""
+    """Raise a MoveError unless each list of a Use is absent or has one entry for each full block.
+
+    Local hashes and token ids may have one more, for a partial last block.
+    """
     blocks = move.blocks
     also = num_full + bool(blocks and isinstance(blocks[-1], UUID))  # for a last partial block
     if move.plhs and len(move.plhs) != num_full:

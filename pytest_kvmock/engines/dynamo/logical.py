@@ -1,6 +1,6 @@
 """The block manager of Dynamo's newer mocker, on kvbm-logical (`KvManager` of dynamo-mocker 1.2.1).
 
-One subject: the manager's public face; its two forms have what a move does to blocks.
+One subject: the manager's public interface; its two forms implement the effects of a move on blocks.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from pytest_kvmock.values.events import StorageTier, Stored
 from pytest_kvmock.values.moves import Block, Deref, Destroy, Move, MoveError, Promote, Use
 from pytest_kvmock.values.sinks import Sink
 
-# The full blocks of a manager are in one of two forms. `Runs` is quick, and serves schedulers only: the managers of
-# `lineage` and `lru` begin with it. `CachedSlots` does everything, and asks the policy. At the first move that the
-# quick form cannot do, a manager changes to the other form for good. Both count slots in the same pool, and change the
-# same partial blocks.
+# A manager keeps its full blocks in one of two forms. `Runs` is quick and handles only the moves of schedulers:
+# managers of `lineage` and `lru` begin with it. `CachedSlots` handles every move, and asks the policy. At the first
+# move that `Runs` cannot handle, a manager switches to `CachedSlots` for good. Both count slots in the same pool, and
+# change the same partial blocks.
 
 
 class Form(Protocol):
-    """The full blocks of a manager: what is cached, and how many hold it.
+    """The full blocks of a manager: the cached ones, and the references to each.
 
     Attributes:
-        references: to full blocks.
+        references: number of references to full blocks.
     """
 
     references: int
@@ -44,41 +44,41 @@ class Form(Protocol):
         """Cached blocks that no request uses."""
 
     def held(self) -> Mapping[int, int]:
-        """References to each block in use."""
+        """Return the number of references to each block in use."""
 
     def references_of(self, name: int) -> int:
-        """References to one full block."""
+        """Count the references to one full block."""
 
     def inactive(self) -> list[int]:
-        """Cached blocks that no request uses, in the order in which they would be evicted."""
+        """Return the cached blocks that no request uses, in the order in which they would be evicted."""
 
     def resident(self) -> Collection[int]:
-        """The cached blocks, in the order in which they were stored."""
+        """Return the cached blocks, in the order in which they were stored."""
 
     def has_plh(self, plh: int) -> bool:
         """Return whether a block is cached under exactly this lineage hash."""
 
     def plh_of(self, name: int) -> int | None:
-        """The lineage hash of a block; None if it is not cached."""
+        """Return the lineage hash of a block; None if it is not cached."""
 
     def overlap(self, blocks: Sequence[Block], plhs: Sequence[int]) -> int:
         """Count the leading blocks that are in use by this name, or cached under this lineage hash."""
 
     def use(self, move: Use, leading: int) -> Used | None:
-        """Carry out a Use that was checked, but for its lineage hashes, and begins with `leading` full blocks.
+        """Carry out a Use that begins with `leading` full blocks; all but its lineage hashes was checked.
 
         Returns:
-            What it did; None if nothing, as the Use is not for this form.
+            Its effects; None, with nothing changed, if this form cannot handle the Use.
         """
 
     def deref(self, blocks: Sequence[Block]) -> bool:
-        """Carry out a Deref; return False if nothing was done, as it is not for this form."""
+        """Carry out a Deref; return False, with nothing changed, if this form cannot handle it."""
 
     def promote(self, move: Promote) -> bool | None:
         """Carry out a Promote that was checked.
 
         Returns:
-            Whether a block was stored; None if nothing was done, as the Promote is not for this form.
+            Whether a block was stored; None, with nothing changed, if this form cannot handle the Promote.
         """
 
     def clear(self) -> None:
@@ -86,7 +86,7 @@ class Form(Protocol):
 
 
 class LogicalManager(LineageShortForms, ManagerBase):
-    """Hands out blocks, caches them by lineage hash, evicts by a policy, and publishes what changed.
+    """Allocates blocks, caches them by lineage hash, evicts by a policy, and publishes the changes.
 
     Args:
         backend: name of the behaviour.
@@ -95,9 +95,9 @@ class LogicalManager(LineageShortForms, ManagerBase):
         block_size: tokens a block, a power of two from 2 to 1024.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None to publish nothing and consume no event id.
-        offload: what keeps evicted blocks in a further tier; None: nothing does. See `attach_offload`.
-        in_runs: whether it begins in the form of `Runs`, which is quicker and asks no policy. Only for the policies of
-            `lineage` and `lru`, as they are: they evict what that form evicts.
+        offload: engine that keeps evicted blocks in a further tier; None for no further tier. See `attach_offload`.
+        in_runs: whether it begins in the form of `Runs`, which is quicker and asks no policy. Only for the unmodified
+            policies of `lineage` and `lru`, which evict the same blocks as that form.
 
     Raises:
         ValueError: a number is invalid.
@@ -154,21 +154,21 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return blocks
 
     def references(self, block: Block) -> int:
-        """References to one block now; 0 if it is not in use."""
+        """Count the references to one block; 0 if it is not in use."""
         if isinstance(block, UUID):
             return int(block in self._partials)
         return self._form.references_of(block)
 
     def inactive_blocks(self) -> list[int]:
-        """Cached blocks that no request uses, in the order in which they would be evicted. May cost a sort."""
+        """Return the cached blocks that no request uses, in the order of their eviction. May cost a sort."""
         return self._form.inactive()
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Sequence hashes of what is physically cached in a tier; a block has the one it was stored under."""
+        """Return the sequence hashes, as stored, of the blocks that are physically cached in a tier."""
         return self._form.resident() if tier == StorageTier.DEVICE else self._below.resident(tier)
 
     def check_presence(self, plhs: Iterable[int]) -> list[tuple[int, bool]]:
-        """Return each lineage hash with whether a block is cached under exactly it. Changes nothing."""
+        """Return, with each lineage hash, whether a block is cached under exactly this hash. Changes nothing."""
         return [(plh, self._form.has_plh(plh)) for plh in plhs]
 
     def metrics(self) -> PoolMetrics:
@@ -182,8 +182,8 @@ class LogicalManager(LineageShortForms, ManagerBase):
     def prefill_cost(self, sequence: SequenceBlocks) -> PrefillCost:
         """Return the cost of prefilling this sequence now. Changes nothing, recency included.
 
-        A block counts as cached when its name is in use, or when the manager has an entry of its lineage hash: a
-        block that was evicted and stored again in one Use has none.
+        A block counts as cached if its name is in use, or if the manager has an entry for its lineage hash. (A block
+        that one Use evicted and stored again has no entry.)
         """
         blocks, plhs = sequence.unique_blocks, sequence.positional_lineage_hashes
         overlap = self._form.overlap(blocks, plhs) if sequence.enable_prefix_caching else 0
@@ -213,7 +213,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return CachedSlots(self.backend, self._pool, self._partials, runs)
 
     def _slots(self) -> CachedSlots:
-        """The blocks in slots, from now on and for good."""
+        """Return the blocks in slots; switch to this form for good if needed."""
         form = self._form
         if not isinstance(form, CachedSlots):
             assert isinstance(form, Runs)
@@ -285,14 +285,14 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return self._below.engine
 
     def attach_offload(self, engine: OffloadEngine) -> None:
-        """Attach an offload engine, to which blocks go that are evicted from now on.
+        """Attach an offload engine, which takes the blocks that are evicted from now on.
 
         Args:
             engine: this manager's engine; two managers cannot share one.
 
         Raises:
-            ValueError: there is one already, or blocks are cached or in use. (What events said of those is not kept
-                without an engine, and the further tier's events say it again.)
+            ValueError: there is an engine already, or blocks are cached or in use. (The further tier's events repeat
+                the facts of the device's events, and a manager without an engine does not keep these facts.)
         """
         self._below.attach(engine)
 
@@ -302,7 +302,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         Nothing happens without an offload engine.
 
         Raises:
-            ValueError: the time is not a finite number of at least 0, or before the last one.
+            ValueError: the time is not a finite number of at least 0, or is before the last one.
         """
         self._below.tick(now)
 
@@ -317,7 +317,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
 
     @property
     def num_outside(self) -> int:
-        """Slots that hold no block: quarantined until a block of theirs was copied, or reserved for one that comes
+        """Slots that hold no block: quarantined while their evicted block is copied, or reserved for a block that comes
         back.
         """
         return self._below.num_outside
@@ -332,15 +332,15 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return self._below.unpublished(tier)
 
     def swap_in(self, plhs: Sequence[int], now: float | None = None) -> SwapIn:
-        """Start to bring the longest prefix of these that the further tier holds back to the device.
+        """Start to load the longest prefix of these blocks that the further tier holds back to the device.
 
         Args:
-            plhs: lineage hashes of the blocks, in order, from the first that the device has not.
-            now: the time, in ms; None: that of the last tick.
+            plhs: lineage hashes of the blocks, in order, from the first that the device lacks.
+            now: the time, in ms; None: the time of the last tick.
 
         Returns:
-            `NoHits`; `BlockedOnG1Offload` where blocks must be evicted first, which has begun; or `Scheduled`, of which
-            the blocks are registered (`register_swapped_in`) when it is complete, or which is put down (`put_down`).
+            `NoHits`; or `BlockedOnG1Offload` if blocks must be evicted first (this has begun); or `Scheduled`: register
+            its blocks when it is complete (`register_swapped_in`), or give it up (`put_down`).
 
         Raises:
             ValueError: the time is not a finite number of at least 0.
@@ -349,27 +349,27 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return self._below.swap_in(plhs, now)
 
     def put_down(self, scheduled: Scheduled) -> None:
-        """Give up a swap-in: its slots are free again, and its blocks in the further tier are pinned no more.
+        """Give up a swap-in: free its slots, and unpin its blocks in the further tier.
 
         Raises:
-            ValueError: it was put down already, its blocks were registered, or it was cancelled; or it is another
-                manager's.
+            ValueError: it was put down already, its blocks were registered, or it was cancelled; or it belongs to
+                another manager.
         """
         self._below.put_down(scheduled)
 
     def register_swapped_in(self, blocks: Sequence[BlockDetails], parent: int | None, scheduled: Scheduled) -> int:
         """Cache the blocks that a swap-in brought, inactive, and publish them as stored on the device.
 
-        A block that the device has by now gives its slot back, and what comes after it is stored below it. The `parent`
-        that a block of `blocks` names counts for nothing: it is the one before it.
+        If the device has a block by now, its reserved slot is freed, and the next blocks are stored below the block.
+        The `parent` of a block in `blocks` is ignored: its parent is the block before it.
 
         Args:
-            blocks: in order.
+            blocks: the blocks, in order.
             parent: sequence hash of the block before the first; None for a root.
-            scheduled: has the slots; it is done with after this.
+            scheduled: the swap-in, which has the slots; it is closed after this.
 
         Returns:
-            How many blocks were taken: fewer than there are if there are fewer slots.
+            Number of blocks that were taken: no more than there are slots.
 
         Raises:
             ValueError: see `put_down`.
@@ -379,14 +379,14 @@ class LogicalManager(LineageShortForms, ManagerBase):
     def cancel_offload(self) -> None:
         """Cancel all transfers, put down swap-ins and pins, and empty the further tier, without an event.
 
-        Nothing happens without an offload engine. What the device has, it keeps.
+        Nothing happens without an offload engine. The device keeps its blocks.
         """
         self._below.cancel()
 
     def pin(self, plhs: Sequence[int]) -> Pin | None:
-        """Keep these blocks active until `unpin`, for no request; None if not all are cached.
+        """Keep these blocks active until `unpin`, without a request; return None if not all are cached.
 
-        They are looked up as a Use looks them up, also when it fails: inactive ones become the youngest.
+        The look-up is that of a Use, even if it fails: inactive blocks become the youngest.
 
         Raises:
             MoveError: something is not a lineage hash.
@@ -395,7 +395,7 @@ class LogicalManager(LineageShortForms, ManagerBase):
         return self._slots().pin(plhs)
 
     def unpin(self, pin: Pin) -> None:
-        """Drop a pin: blocks that are held no more become inactive, in order.
+        """Drop a pin: blocks without another holder become inactive, in order.
 
         Raises:
             ValueError: it was dropped already, or cancelled.
@@ -405,5 +405,5 @@ class LogicalManager(LineageShortForms, ManagerBase):
         self._slots().unpin(pin)
 
     def num_held_by(self, pins: Iterable[Pin]) -> int:
-        """Count the blocks that are active for these pins alone."""
+        """Count the blocks that only these pins keep active."""
         return self._slots().num_held_by(pins)

@@ -1,6 +1,6 @@
 """The cache of Dynamo's mock of SGLang since 1.6: whole pages in a radix tree, and events by presence.
 
-One subject: which request or node has which pages, and which are published.
+One subject: the pages of each request and node, and the published ones among them.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from pytest_kvmock.values.tokens import Prompt, chained_hash
 
 # Theory of operation
 #
-# A page is free, owned by a request, or in the tree, where it is locked or evictable. A request takes whole pages and
-# owns its last one before it is full. Its cached prefix, up to the page before its last token, is locked at its
-# admission. Computed pages enter the tree below its own node; if the tree already has a page with these tokens, the
-# request takes that one, and its own is freed at once. What the original does with slots of tokens is done here with a
-# count of free pages and an identity for each complete one.
+# A page is free, owned by a request, or in the tree, where it is locked or evictable. A request takes whole pages, and
+# owns its last page before this is full. Its cached prefix, up to the page before its last token, is locked at
+# admission. Computed pages enter the tree below the request's node. If the tree already has a page with these tokens,
+# the request takes this page, and its own is freed at once. The original counts slots of tokens; the mock counts free
+# pages and gives each complete page an identity.
 #
-# Events follow presence. A page has a hash from the moment at which its last token is computed, before the tree has it,
-# and several pages may have one hash: requests that compute the same at the same time have pages of their own until
-# they are checkpointed. A hash is published when its first page comes, and removed when its last one goes.
+# Events follow presence. A page has a hash as soon as its last token is computed, before it enters the tree. Several
+# pages may have one hash: requests that compute the same tokens at the same time have their own pages until they are
+# checkpointed. A Stored is published when the first page with a hash appears, a Removed when the last one is gone.
 
 
 class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
-    """Caches whole pages in a radix tree, trims leaves by the time of their last access, and publishes what changed.
+    """Caches whole pages in a radix tree, trims leaves by the time of their last access, and publishes the changes.
 
     Args:
         backend: name of the behaviour.
@@ -47,8 +47,8 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         ValueError: an argument is invalid.
 
     Attributes:
-        free_pages: pages that are free.
-        requests: those that have pages, in order of arrival.
+        free_pages: number of free pages.
+        requests: requests that have pages, in order of arrival.
     """
 
     takes: ClassVar[str] = "allocate, reserve, checkpoint, finish, release, evict, clear"
@@ -67,8 +67,8 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         self._tree = PageTree()
         self.free_pages = num_blocks
         self._next_page = 0
-        self._hashes: dict[int, int] = {}  # of each page that has one
-        self._copies: dict[int, int] = {}  # pages of each hash
+        self._hashes: dict[int, int] = {}  # the hash of each page that has one
+        self._copies: dict[int, int] = {}  # number of pages with each hash
         self._lora_ids = LoraIds()
 
     # ------------------------------------------------------------------------------------------------- queries
@@ -79,11 +79,11 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         return self.num_blocks - self.unused_pages()
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Hashes of which there is a page, in the tree or with a request; each once."""
+        """Return each hash that some page has, in the tree or with a request, once."""
         return list(self._copies) if tier == StorageTier.DEVICE else []
 
     def unused_pages(self) -> int:
-        """Pages that no request has, free or cached."""
+        """Count the pages that no request has, free or cached."""
         return self.free_pages + self._tree.evictable
 
     def lookup(self, request: MockerRadixRequest) -> int:
@@ -91,24 +91,24 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         return self._tree.lookup(request.tokens.names, len(request.tokens.names))
 
     def pages_missing(self, request: MockerRadixRequest, upto: int) -> int:
-        """Count the pages that a request has not yet for its tokens up to `upto`; below 0 where it has more."""
+        """Count the pages that a request still needs for its tokens up to `upto`; negative if it has more."""
         return -(-upto // self.block_size) - request.allocated
 
     def pages_needed(self, request: MockerRadixRequest) -> int:
-        """Count the pages that a whole request needs and that no other request has. Changes nothing."""
+        """Count the pages that a whole request needs, without those that others have locked. Changes nothing."""
         return -(-len(request) // self.block_size) - self._tree.locked(request.tokens.names, request.most_hits)
 
     # --------------------------------------------------------------------------------------------- requests
 
     def request(self, prompt: Prompt, rng: Random) -> MockerRadixRequest:
-        """A request that has no page yet; see `MockerRadixRequest`."""
+        """Return a new request, without pages; see `MockerRadixRequest`."""
         return MockerRadixRequest(prompt, self.block_size, rng)
 
     def match(self, request: MockerRadixRequest, count: int) -> int:
-        """Match the first `count` pages of a request that has none, but not the page of its last token, and lock them.
+        """Match and lock the first `count` pages of a request without pages, except the page of its last token.
 
         Returns:
-            Tokens that were found; whole pages.
+            Number of matched tokens, in whole pages.
         """
         node, pages = self._tree.find(request.tokens.names, min(count, request.most_hits))
         self._tree.lock(node)
@@ -120,18 +120,18 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         return request.computed
 
     def allocate(self, request: MockerRadixRequest, upto: int, *, caches: bool = True) -> int | None:
-        """Take pages for the tokens of a request up to `upto`, and publish those that they complete.
+        """Take pages for the tokens of a request up to `upto`, and publish the pages that are complete.
 
-        The first chunk of a request matches and locks what is cached of it before room is made; later ones match
+        The first chunk of a request matches and locks its cached pages before room is made; later chunks match
         nothing.
 
         Args:
-            request: one whose tokens have pages up to some token, or none at all.
-            upto: how many tokens, from the first.
-            caches: whether it reuses and publishes anything.
+            request: a request whose tokens have pages up to some token, or no pages.
+            upto: number of tokens, from the first.
+            caches: whether it reuses and publishes pages.
 
         Returns:
-            Tokens before which nothing was computed. None if there are too few pages, and none was taken.
+            Number of leading tokens that were not computed now. None, with no page taken, if there are too few pages.
         """
         is_first = request not in self.requests
         before = self.match(request, len(request.tokens.names) if caches else 0) if is_first else request.computed
@@ -148,10 +148,10 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         return before
 
     def reserve(self, request: MockerRadixRequest, upto: int, *, caches: bool = True) -> int | None:
-        """Lock what is cached of the first `upto` tokens of a request that has no pages, and take pages for the rest.
+        """Lock the cached pages of the first `upto` tokens of a request without pages, and take pages for the rest.
 
         Returns:
-            How many were taken. None if there are too few, and none was.
+            Number of pages that were taken. None, with none taken, if there are too few.
         """
         request.computes_last_token = False
         self.match(request, upto // self.block_size if caches else 0)
@@ -167,7 +167,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         return missing
 
     def make_room(self, pages: int) -> bool:
-        """Evict until `pages` pages are free; return False if they are not, with all evicted that may be."""
+        """Evict until `pages` pages are free; return False if all evictable pages were not enough."""
         self._make_room(pages)
         self._publisher.surface()
         return pages <= self.free_pages
@@ -177,7 +177,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
             self._evict(pages - self.free_pages)
 
     def extend(self, request: MockerRadixRequest, upto: int) -> None:
-        """Take free pages for the tokens of a request up to `upto`; they are there, as was checked before."""
+        """Take free pages for the tokens of a request up to `upto`; the caller has checked that there are enough."""
         missing = self.pages_missing(request, upto)
         if missing > 0:
             self.free_pages -= missing
@@ -192,7 +192,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         """Evict pages of `tokens` tokens, or all that may be evicted.
 
         Returns:
-            Tokens that were freed.
+            Number of freed tokens.
         """
         freed = self._evict(-(-tokens // self.block_size)) * self.block_size
         self._publisher.surface()
@@ -205,9 +205,9 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         return len(pages)
 
     def checkpoint(self, request: MockerRadixRequest) -> None:
-        """Insert the whole pages that a request has computed into the tree, and lock them there.
+        """Insert the whole computed pages of a request into the tree, and lock them there.
 
-        Where the tree has pages of these tokens already, they are the request's from now on, and its own are freed.
+        If the tree already has pages with these tokens, the request uses them from now on, and frees its own.
         """
         count = request.computed // self.block_size
         if count <= request.protected:
@@ -231,7 +231,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         request.node, request.protected = node, count
 
     def finish(self, request: MockerRadixRequest) -> None:
-        """Insert the whole pages of a request into the tree, and free the rest; nothing if it has none."""
+        """Insert the whole pages of a request into the tree, and free the rest; do nothing if it has no pages."""
         if request not in self.requests:
             return
         self._publish_pages(request, request.protected * self.block_size)
@@ -243,7 +243,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         self._publisher.surface()
 
     def release(self, request: MockerRadixRequest) -> None:
-        """Free the pages of a request that the tree has not, without inserting any; nothing if it has none."""
+        """Free the pages of a request that are not in the tree, and insert none; do nothing if it has no pages."""
         if request not in self.requests:
             return
         self._free_from(request, request.protected)
@@ -251,7 +251,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         self._publisher.surface()
 
     def _free_from(self, request: MockerRadixRequest, first: int) -> None:
-        """Free the own pages of a request from one on."""
+        """Free the pages of a request from number `first` on; they are not in the tree."""
         self.free_pages += request.allocated - first
         request.allocated = first
         self._remove(request.pages[first:])
@@ -264,7 +264,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
         request.retract()
 
     def clear(self) -> bool:
-        """Drop all that is cached, and publish a Cleared; do nothing and return False while any request has pages."""
+        """Drop all cached pages, and publish a Cleared; do nothing and return False while any request has pages."""
         if self.is_in_use:
             return False
         self._tree.reset()
@@ -276,9 +276,9 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
     # --------------------------------------------------------------------------------------------------- events
 
     def _publish_pages(self, request: MockerRadixRequest, first: int) -> None:
-        """Give the complete pages from token `first` on their hashes, and publish what was not present before.
+        """Give the complete pages from token `first` on their hashes, and publish one Stored.
 
-        One Stored begins at the first page whose hash is new, and has all later ones, new or not.
+        The Stored begins at the first page whose hash was not present, and has all later pages, new or not.
         """
         tokens, pages, hashes, copies = request.tokens, request.pages, self._hashes, self._copies
         names: list[int] = []
@@ -291,7 +291,7 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
             before = hashes.get(pages[at - 1]) if at else None
             if before is not None and before == tokens.names[at - 1]:
                 name = tokens.names[at]
-            else:  # a page after one that lost its hash is published as a root, as in the original
+            else:  # as in the original, a page after one that lost its hash is published as a root
                 name = chained_hash(before, tokens.local_hashes[at])
             hashes[page] = name
             count = copies[name] = copies.get(name, 0) + 1
@@ -310,12 +310,12 @@ class MockerRadixManager(RadixManager[MockerRadixRequest, PageTree]):
                 trace(self, "allocation", names)
 
     def _token_ids(self, tokens: HashedTokens, places: Sequence[int]) -> BlockTokens | None:
-        """The tokens of some pages, where somebody is given them; the original's events have none."""
+        """Return the tokens of some pages; None without a sink. The original's events have no tokens."""
         rows = None if self.sink is None or not places else tokens.rows(0, max(places) + 1, self.block_size)
         return None if rows is None else [rows[at] for at in places]
 
     def _remove(self, pages: Iterable[int]) -> None:
-        """Take the hashes of pages away, and publish which have no page left: at most one Removed."""
+        """Drop the hashes of pages, and publish at most one Removed, for the hashes without a page."""
         hashes, copies = self._hashes, self._copies
         gone: list[int] = []
         for page in pages:

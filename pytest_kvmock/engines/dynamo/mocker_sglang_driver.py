@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 class MockerRadixDriver(TreeDriver):
     """Serves requests from a `MockerRadixManager`.
 
-    A worker has no passes, in which the original's requests enter the tree with their first token: here a request is
-    checkpointed after its prefill, or each chunk, and whenever it fills a page. It matches its whole prompt, chunks or
-    not, before room is made for the rest.
+    In the original, requests enter the tree with their first token, in a pass. A worker has no passes: here a request
+    is checkpointed after its prefill, after each chunk, and whenever it fills a page. With or without chunks, it
+    matches its whole prompt before room is made for the rest.
 
     Args:
         manager: the cache.
-        prefix_caching: whether requests reuse and leave anything.
+        prefix_caching: whether requests reuse cached pages and leave pages in the cache.
         rng: source of the names of partial blocks, and of local hashes where tokens are unknown.
 
     Raises:
@@ -41,27 +41,27 @@ class MockerRadixDriver(TreeDriver):
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Capabilities that not every driver has."""
         return Powers(page_bursts=self)
 
     # ---------------------------------------------------------------------------------------------- a worker's
 
     def lookup(self, request: MockerRadixRequest) -> int:
-        """Tokens of the whole request that are cached, without the page of its last one."""
+        """Count the cached tokens of the whole request, without the page of its last token."""
         return min(self.known(request), request.most_hits * self.manager.block_size)
 
     def need(self, request: MockerRadixRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Pages that it lacks; for a request without any, the pages of the whole that no request has."""
+        """Count the pages that it lacks; for a request without pages, all its pages that no request has locked."""
         if self._prefix_caching and request not in self.manager.requests:
             return self.manager.pages_needed(request)
         return -(-(upto + len(tokens)) // self.manager.block_size) - request.allocated
 
     def plan(self, request: MockerRadixRequest, upto: int) -> PromptPlan:
-        """The blocks that it needs, free blocks and cached ones, by look-ups that do not count as uses."""
+        """Return the blocks that it needs, the free blocks and the cached tokens; the look-ups do not count as uses."""
         return PromptPlan(self.need(request, upto), self.room(), self.lookup(request))
 
     def admit(self, request: MockerRadixRequest, upto: int, plan: PromptPlan | None = None) -> None:  # noqa: ARG002 - it matches
-        """Compute up to this token, and checkpoint."""
+        """Compute the first `upto` tokens, and checkpoint."""
         manager = self.manager
         before = request.computed
         if request not in manager.requests:
@@ -73,13 +73,13 @@ class MockerRadixDriver(TreeDriver):
         self.checkpoint(request)
 
     def extend(self, request: MockerRadixRequest, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token."""
+        """Decode, one step a token."""
         for token in tokens:
             self.generate(request, token)
             self.checkpoint(request)
 
     def free(self, request: MockerRadixRequest, *, done: bool) -> None:
-        """Free what the cache has not; of a request that is done, the cache has its whole pages by then."""
+        """Free the pages that are not in the cache; a request that is done first inserts its whole pages."""
         if done and self._prefix_caching:
             self.manager.finish(request)
         else:
@@ -94,7 +94,7 @@ class MockerRadixDriver(TreeDriver):
         request.computes_last_token = False
 
     def known(self, request: MockerRadixRequest) -> int:
-        """Tokens of the whole request that are cached, the page of its last one included."""
+        """Count the cached tokens of the whole request, with the page of its last token."""
         return self.manager.lookup(request) * self.manager.block_size if self._prefix_caching else 0
 
     def prefill(self, request: MockerRadixRequest, upto: int) -> int | None:
@@ -102,8 +102,8 @@ class MockerRadixDriver(TreeDriver):
         return self.manager.allocate(request, upto, caches=self._prefix_caching)
 
     def reserve(self, request: MockerRadixRequest, upto: int) -> int | None:
-        """Lock the cached pages of the first `upto` tokens, and take pages for the rest, which no other request can
-        hit.
+        """Lock the cached pages of the first `upto` tokens, and take pages for the rest; no other request can hit these
+        yet.
         """
         return self.manager.reserve(request, upto, caches=self._prefix_caching)
 
@@ -118,21 +118,21 @@ class MockerRadixDriver(TreeDriver):
             self.manager.checkpoint(request)
 
     def make_room(self, requests: Sequence[MockerRadixRequest]) -> bool:
-        """Evict until there is a page for each that needs one."""
+        """Evict until there is a page for each request that needs one."""
         return self.manager.make_room(sum(request.opens_page for request in requests))
 
     def burst_pages(self, requests: Sequence[MockerRadixRequest], bursts: Sequence[int]) -> int:
-        """Pages that these need for `bursts` tokens, which drafts may give them in one pass."""
+        """Count the pages that requests need for `bursts` tokens each, the most that drafts may add in one pass."""
         size = self.manager.block_size
         each = zip(requests, bursts, strict=True)
         return sum(max(-(-(request.computed + burst) // size) - request.allocated, 0) for request, burst in each)
 
     def make_burst_room(self, requests: Sequence[MockerRadixRequest], bursts: Sequence[int]) -> bool:
-        """Make room for `bursts` tokens of each."""
+        """Make room for `bursts` tokens of each request."""
         return self.manager.make_room(self.burst_pages(requests, bursts))
 
     def generate(self, request: MockerRadixRequest, token: int) -> bool:
-        """Compute one token; compute nothing and return False if there is no page and none can be made."""
+        """Compute one token; return False, with nothing computed, if a page is needed and none can be freed."""
         if not self.make_room((request,)):
             return False
         request.append(token)
@@ -144,7 +144,7 @@ class MockerRadixDriver(TreeDriver):
         request.append(token)
 
     def quiet_passes(self, requests: Sequence[MockerRadixRequest]) -> int:
-        """Passes in which each generates a token and no page is opened or filled."""
+        """Count the next passes in which each request generates a token and no page is opened or filled."""
         size = self.manager.block_size
         inside = [request.computed % size for request in requests]
         if not all(inside) or any(each.computed // size > each.protected for each in requests if self._prefix_caching):

@@ -1,4 +1,4 @@
-"""Requests of Dynamo's mock of SGLang: their tokens under Dynamo's names, and the pages that they have."""
+"""Requests of Dynamo's mock of SGLang: their tokens, named as Dynamo names them, and their pages."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class DynamoHasher:
-    """Names pages as Dynamo's router does: the chained hash of their local hashes, which is its own digest.
+    """Names pages as Dynamo's router does, by the chained hash of their local hashes. This hash is its own digest.
 
     Attributes:
-        keys: what the prompt carries that names blocks; None if there is nothing.
+        keys: what the prompt carries that changes block names; None if nothing.
     """
 
     signed: ClassVar[bool] = False
@@ -40,15 +40,15 @@ class DynamoHasher:
         return [name.to_bytes(8, "little") for name in sequence_hashes(local, parent=before)]
 
     def name(self, digest: bytes) -> int:
-        """Return the sequence hash, all of which the engine publishes."""
+        """Return the sequence hash; the engine publishes it unshortened."""
         return int.from_bytes(digest, "little")
 
     def looking_ahead(self, lookahead: int) -> DynamoHasher:
-        """Refuse: no name of these looks ahead."""
+        """Refuse: these names never look ahead."""
         raise NotImplementedError("the names of its streams follow from local hashes alone")
 
     def of_event(self, extra: EventExtra, position: int) -> DynamoHasher:
-        """Refuse: what travels with an event changes none of these names."""
+        """Refuse: the extra fields of an event change none of these names."""
         raise NotImplementedError("the names of its streams follow from local hashes alone")
 
 
@@ -56,7 +56,7 @@ HASHER = DynamoHasher()
 
 
 class MockerRadixRequest(RadixRequest):
-    """One request, and the pages that it has, each with an identity. It grows at the end.
+    """One request and its pages, each with an identity. It grows at the end.
 
     Args:
         prompt: tokens, or hashes.
@@ -67,8 +67,8 @@ class MockerRadixRequest(RadixRequest):
         ValueError: the prompt is empty, or its hashes do not fit the page size.
 
     Attributes:
-        pages: identities of its complete pages, those that it shares included.
-        computes_last_token: its last token is computed whatever is cached, as its output is needed.
+        pages: identities of its complete pages, shared ones included.
+        computes_last_token: whether its last token is computed even if it is cached, because its output is needed.
     """
 
     __slots__ = ("computes_last_token", "pages")
@@ -79,15 +79,15 @@ class MockerRadixRequest(RadixRequest):
         self.computes_last_token = True
 
     def retract(self) -> None:
-        """Forget its pages: it starts over with the tokens that it has."""
+        """Drop its pages: it starts over with its present tokens."""
         super().retract()
         self.pages: list[int] = []
 
     @property
     def most_hits(self) -> int:
-        """How many of its pages may be hits: all full ones, or all before the one of its last token."""
+        """Number of its pages that may be hits: all full pages, or all before the page of its last token."""
         return (len(self) - self.computes_last_token) // self.tokens.block_size
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Add tokens behind a page that has some and that they do not fill."""
+        """Add tokens to the last page, which is not empty and does not become full."""
         self.tokens.extend(tokens)

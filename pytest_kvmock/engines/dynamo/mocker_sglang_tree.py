@@ -1,4 +1,4 @@
-"""The radix tree of Dynamo's mock of SGLang: as SGLang's, and each node lists its pages."""
+"""The radix tree of Dynamo's mock of SGLang: SGLang's tree, whose nodes also list their pages."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from pytest_kvmock.engines.sglang.radix_tree import RadixTree, TreeNode
 
 # Theory of operation
 #
-# It differs from SGLang's tree in five ways. A page has an identity next to its name, as a request keeps its own pages
-# where the tree has others of the same tokens. A node that is matched in part is split, and both halves keep the old
-# time of access. The cost of a walk is one tick, whichever way it ends. A leaf is evicted from its tail, no further
-# than is wanted. And a leaf grows in place.
+# It differs from SGLang's tree in five ways. A page has an identity next to its name, because a request keeps its own
+# pages where the tree has other pages with the same tokens. A partial match splits a node, and both halves keep the old
+# time of access. Every walk costs one tick, whichever way it ends. A leaf is evicted from its tail, and only as many
+# pages as needed. A leaf grows in place.
 
 
 class PageNode(TreeNode):
@@ -33,7 +33,7 @@ class PageNode(TreeNode):
 class PageTree(RadixTree):
     """Runs of pages by name, trimmed by the time of the last access (dynamo-mocker 1.6.1, `RadixCache`).
 
-    It counts pages; its owner keeps tokens, events and which request pays for a page.
+    It counts pages; its owner keeps tokens, events and the request that pays for a page.
     """
 
     __slots__ = ()
@@ -42,12 +42,12 @@ class PageTree(RadixTree):
         super().__init__("lru")
 
     def find(self, names: Sequence[int], count: int) -> tuple[TreeNode, list[int]]:
-        """Match the first `count` pages, and count the nodes that match in full as used now.
+        """Match the first `count` pages, and count each fully matched node as used now.
 
-        A node that matches in part is split, and its upper half is where the match ends; it is not counted as used.
+        A partial match splits its node and ends at the upper half, which does not count as used.
 
         Returns:
-            The last node of the path, the root for none; and the pages up to its end.
+            The last node of the path (the root if nothing matches), and the pages up to its end.
         """
         tick = self._clock = self._clock + 1
         node: TreeNode = self.root
@@ -72,7 +72,7 @@ class PageTree(RadixTree):
             at = at.parent
 
     def locked(self, names: Sequence[int], count: int) -> int:
-        """Leading pages, of the first `count`, that are here and locked. Changes nothing."""
+        """Count the leading pages, of the first `count`, that are in the tree and locked. Changes nothing."""
         at = 0
         for node, end in self.path(names, count):
             if not node.lock_ref:
@@ -81,11 +81,10 @@ class PageTree(RadixTree):
         return at
 
     def trim(self, pages: int) -> list[int]:
-        """Evict `pages` pages, or all that may be: from the tail of the leaf that was used the longest ago, leaf by
-        leaf.
+        """Evict `pages` pages, or all that may be evicted, each from the tail of the least recently used leaf.
 
         Returns:
-            Their identities, leaf by leaf, each from front to back.
+            The identities of the pages, leaf by leaf, each from front to back.
         """
         out: list[int] = []
         while len(out) < pages and (node := self._first(self._leaves)) is not None:
@@ -103,19 +102,20 @@ class PageTree(RadixTree):
     def put_behind(
         self, start: TreeNode, names: Sequence[int], pages: Sequence[int], first: int, count: int
     ) -> tuple[TreeNode, list[int]]:
-        """Insert pages behind a node that ends with page `first`, and count its path, and what is there, as used now.
+        """Insert pages behind a node that ends with page `first`.
 
-        A leaf at the end of that grows, if it is not locked, or if it is the node itself and locked once.
+        The path to the node, and the nodes that match behind it, count as used now. The leaf at the end of the match
+        grows if it is not locked, or if it is `start` and locked once.
 
         Args:
-            start: the node; the root for a `first` of 0.
-            names: of all pages of a request, from the root.
-            pages: their identities.
-            first: how many of them lead to the end of the node.
-            count: how many of them shall be there.
+            start: the node; the root if `first` is 0.
+            names: names of all pages of a request, from the root.
+            pages: identities of these pages.
+            first: number of pages up to the end of the node.
+            count: number of pages that the tree has after the call.
 
         Returns:
-            The last node of the path, and the pages behind `first`: of those that were there, the tree's.
+            The last node of the path, and the pages behind `first`: the tree's own where it had them already.
         """
         self.touch(start)
         tick = self._clock

@@ -23,22 +23,20 @@ _PLH_END = 3 << 126
 
 
 def check_logical_block_size(block_size: int) -> int:
-    """Return `block_size`, or raise a ValueError: kvbm-logical takes powers of two, and a sequence two tokens or
-    more.
-    """
+    """Return `block_size`, or raise a ValueError: kvbm-logical needs a power of two, a sequence at least two tokens."""
     if not is_integer(block_size, 2) or block_size > 1024 or block_size & (block_size - 1):
         raise ValueError(f"block_size must be a power of two from 2 to 1024 (tokens a block), got {block_size!r}")
     return block_size
 
 
 def check_sequence_block_size(block_size: int) -> int:
-    """Return `block_size`, or raise a ValueError: the engines of dynamo-mocker 1.0.2 take any from two tokens on."""
+    """Return `block_size`, or raise a ValueError: the engines of dynamo-mocker 1.0.2 take any size from two tokens."""
     return check_integer("block_size", block_size, 2, " (tokens a block)")
 
 
 def is_full(block: object) -> bool:
     """Return whether this names a full block: a u64."""
-    return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64  # hot: no call
+    return isinstance(block, int) and not isinstance(block, bool) and 0 <= block <= _U64  # hot: no function call
 
 
 def check_full(block: object, what: str) -> None:
@@ -48,30 +46,30 @@ def check_full(block: object, what: str) -> None:
 
 
 def flatten(blocks: tuple[Block | Iterable[Block], ...]) -> list[Block]:
-    """Blocks given one by one, as a list, or both."""
+    """Return a flat list of blocks that were given one by one, as lists, or both."""
     flat: list[Block] = []
     for block in blocks:
         if isinstance(block, Iterable) and not isinstance(block, (str, bytes)):
             flat.extend(block)
         else:
-            flat.append(block)  # type: ignore[arg-type]  # what is not a block is refused by process
+            flat.append(block)  # type: ignore[arg-type]  # process refuses what is not a block
     return flat
 
 
 def check_list(value: object, what: str) -> None:
-    """Raise a MoveError unless this has a length, as a list of blocks or hashes has."""
+    """Raise a MoveError unless this has a length, like a list of blocks or hashes."""
     if not hasattr(value, "__len__") or isinstance(value, (str, bytes)):
         raise MoveError(f"{what}: a list is expected, one entry a block, got {value_text(value):.80}")
 
 
 def are_plhs(plhs: Sequence[int]) -> bool:
-    """Return whether these are lineage hashes: 128 bits, of which the two highest are not both set."""
+    """Return whether these are lineage hashes: 128 bits, without both highest bits set."""
     try:
-        # One pass in C, in which a negative one and one too large show; and so does what is not an integer.
+        # One pass in C detects negative values, values that are too large, and non-integers.
         bits = reduce(or_, plhs, 0)
     except TypeError:
         return False
-    if bits >> 126 == 3:  # one, or two together
+    if bits >> 126 == 3:  # in one hash, or in two combined
         return all(plh >> 126 < 3 for plh in plhs)
     return 0 <= bits < _PLH_END
 
@@ -92,9 +90,9 @@ def _are_u64(values: Sequence[Any]) -> bool:
 
 
 def check_use(move: Use) -> int:
-    """Check a Use, but for its lineage hashes; return how many full blocks it begins with.
+    """Check a Use, except its lineage hashes; return the number of full blocks that it begins with.
 
-    That is nearly always all of them but a partial one at the end.
+    These are nearly always all blocks, except a partial one at the end.
 
     Raises:
         MoveError: the Use breaks a rule.
@@ -105,7 +103,7 @@ def check_use(move: Use) -> int:
         and (type(plhs) is list or type(plhs) is LineageHashes)
         and len(plhs) == len(blocks) == len(local_hashes)
     ):
-        # Nearly every Use, with fewer calls.
+        # A short cut for nearly every Use, with fewer calls.
         is_sound = token_ids is None or (isinstance(token_ids, list | TokenRows) and len(token_ids) == len(blocks))
         if is_sound and (move.parent is None or is_full(move.parent)) and _are_u64(blocks) and _are_u64(local_hashes):
             return len(blocks)
@@ -123,7 +121,7 @@ def check_use_plhs(move: Use) -> None:
     """Check the lineage hashes of a Use.
 
     Raises:
-        MoveError: one is invalid.
+        MoveError: a lineage hash is invalid.
     """
     if not are_plhs(move.plhs):
         bad = next(plh for plh in move.plhs if not are_plhs((plh,)))
@@ -134,10 +132,10 @@ def check_names(move: Use) -> tuple[int, int]:
     """Check that a Use names blocks and hashes.
 
     Returns:
-        How many full blocks it begins with, and how many it has.
+        The number of full blocks that it begins with, and the number that it has.
 
     Raises:
-        MoveError: they are not, or the parent is partial.
+        MoveError: a name or hash is invalid, or the parent is partial.
     """
     blocks = move.blocks
     for value in (blocks, move.plhs, move.local_hashes, move.token_ids or ()):
@@ -156,9 +154,9 @@ def check_names(move: Use) -> tuple[int, int]:
 
 
 def iter_blocks(move: Use, start: int) -> Iterator[tuple[Any, int | None, int, Sequence[int] | None]]:
-    """Line a Use's lists up from a block on before which all are full: name, lineage hash, local hash, token ids.
+    """Yield the name, lineage hash, local hash and token ids of each block of a Use from `start` on.
 
-    The lineage hash of a partial block is None.
+    All blocks before `start` must be full. The lineage hash of a partial block is None.
     """
     full = zip(
         move.plhs[start:],
@@ -197,11 +195,11 @@ def check_deref(
     """Check a Deref.
 
     Args:
-        blocks: what it names.
-        references: how many a block has.
-        names: which name holds which slot.
-        policy: takes the slots that are no longer held.
-        backend: the manager's.
+        blocks: the blocks that it names.
+        references: returns the number of references to a block.
+        names: the names that hold slots.
+        policy: the eviction policy, which takes the slots that are no longer held.
+        backend: name of the manager's behaviour.
 
     Raises:
         MoveError: a block has fewer references than `blocks` drops, or could not become inactive.
@@ -220,10 +218,10 @@ def check_held(blocks: Sequence[Block], references: Callable[[Block], int]) -> d
         references: returns the number of references to a block.
 
     Returns:
-        How often each is named.
+        How often the Deref names each block.
 
     Raises:
-        MoveError: a block has fewer.
+        MoveError: a block has fewer references than the Deref drops.
     """
     asked = count_blocks(blocks, "Deref")
     for block, times in asked.items():
@@ -238,7 +236,7 @@ def count_blocks(blocks: Sequence[Block], what: str) -> dict[Block, int]:
     """Count how often a move names each block.
 
     Args:
-        blocks: what it names.
+        blocks: the blocks that it names.
         what: the kind of move, for the error.
 
     Raises:
@@ -254,12 +252,14 @@ def count_blocks(blocks: Sequence[Block], what: str) -> dict[Block, int]:
 
 
 def called(block: Block) -> str:
-    """A block in an error: "block 4", or "partial block ..."."""
+    """Return a block's text in an error: "block 4", or "partial block ..."."""
     return f"partial block {block}" if isinstance(block, UUID) else f"block {block_text(block)}"
 
 
 def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, backend: str) -> None:
-    """Raise if the policy cannot take the slots of which these are the last names to be dropped."""
+    """Raise a MoveError if the policy cannot take the slots that lose their last holders when these names are
+    dropped.
+    """
     held: dict[Slot, int] = {}
     falling: list[Slot] = []
     for name in last:
@@ -278,7 +278,7 @@ def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, bac
 
 
 def check_promote(move: Promote, partials: Container[Block]) -> None:
-    """Check a Promote, but for its lineage hash; `partials` has the partial blocks in use.
+    """Check a Promote, except its lineage hash; `partials` has the partial blocks in use.
 
     Raises:
         MoveError: the Promote breaks a rule.
@@ -298,7 +298,7 @@ def check_promote_plh(move: Promote) -> int:
     """Return the lineage hash of a Promote.
 
     Raises:
-        MoveError: it has none.
+        MoveError: it has no valid lineage hash.
     """
     if move.plh is None or not are_plhs((move.plh,)):
         what = f"Promote of partial block {move.partial} to block {block_text(move.block)}"
@@ -307,12 +307,12 @@ def check_promote_plh(move: Promote) -> int:
 
 
 def use_of(blocks: Sequence[Block]) -> str:
-    """A Use in an error: by its first block."""
+    """Return the text of a Use in an error: it names the first block."""
     if not blocks:
         return "Use"
     return f"Use of block {blocks[0] if isinstance(blocks[0], UUID) else block_text(blocks[0])}"
 
 
 def lengths(what: str, got: int, expected: int, blocks: Sequence[Block], also: str = "") -> str:
-    """The error of lists that differ in length."""
+    """Return the error for lists that differ in length."""
     return f"{use_of(blocks)}: {got} {what} for {expected} full blocks; expected {also}one for each full block"

@@ -1,4 +1,4 @@
-"""Drives the managers that take moves, as Dynamo's vLLM-like schedulers do with an `ActiveSequence`."""
+"""Drives managers that take moves, by an `ActiveSequence` for each request, like Dynamo's vLLM-like schedulers."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.moves import Block, Move
     from pytest_kvmock.values.prompt_keys import EventExtra, PromptKeys
 
-_NO_LIMIT = 2**62  # a worker decodes for as long as the test asks it to
+_NO_LIMIT = 2**62  # a worker decodes for as long as the test requests tokens
 
 
 class _MoveRequest(ActiveSequence):
-    """A request as the worker sees it, too."""
+    """A sequence that is also a request of a worker."""
 
     __slots__ = ()
 
@@ -46,9 +46,8 @@ class MoveDriver:
         ValueError: the manager takes no moves.
 
     Attributes:
-        recorder: the sink of the manager's events, given by its worker. A move by hand has free hashes, so what is
-            published is marked as for a request only while the recorder is entered: `process` does that, and the time
-            of its host.
+        recorder: the sink of the manager's events, set by its worker. A move by hand has arbitrary hashes, so events
+            are marked as made for a request only while the recorder is entered: in `process`, and in the host time.
     """
 
     traits = Traits()
@@ -65,23 +64,23 @@ class MoveDriver:
         self.manager = manager
         self._prefix_caching = prefix_caching
         self._rng = rng
-        # Moves carry tokens and hashes alone, as Dynamo's do: of each block of a prompt that carries more, that and its
-        # place.
+        # Like Dynamo's, moves carry only tokens and hashes. If a prompt carries more, each of its blocks has an entry
+        # here: the prompt's keys, and the block's place.
         self._keyed: dict[int, tuple[PromptKeys, int]] = {}
         self._lora_ids = LoraIds()
         self.recorder = EventRecorder(0, None)
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Capabilities that not every driver has."""
         return Powers(extra_of=self.extra_of, take_recorder=self.take_recorder)
 
     def take_recorder(self, recorder: EventRecorder) -> None:
-        """Take what its manager publishes to."""
+        """Set the sink of the manager's events."""
         self.recorder = recorder
 
     def process(self, move: Move) -> int:
-        """Give the manager a move of a request; return its answer."""
+        """Pass a move of a request to the manager; return its answer."""
         with self.recorder:
             return self.manager.process(move)
 
@@ -97,9 +96,9 @@ class MoveDriver:
         )
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> _MoveRequest:
-        """A request that has no block yet."""
+        """Return a new request, without blocks."""
         if to_look:
-            # With names from elsewhere: whoever only looks must not change what is generated next, nor meet it.
+            # Names from another source: a look-up must not change the names generated next, nor collide with them.
             return self._request(prompt, Random("look"))  # noqa: S311 - mock data
         request = self._request(prompt)
         self._lora_ids.use(prompt.keys)
@@ -108,18 +107,18 @@ class MoveDriver:
         return request
 
     def _remember(self, sequence: ActiveSequence, first: int) -> None:
-        """Remember what the blocks of a sequence carry, from this one on."""
+        """Record what the blocks of a sequence carry, from number `first` on."""
         keys = sequence.keys if self._prefix_caching else None
         for place, block in enumerate(sequence.unique_blocks[first:], first):
             if isinstance(block, UUID):
                 continue
-            if keys is None:  # a session is in no name: the same block may have been another request's
+            if keys is None:  # no name contains the session, so the block may have an entry of another request
                 self._keyed.pop(block, None)
             else:
                 self._keyed[block] = keys, place
 
     def extra_of(self, stored: Stored) -> EventExtra | None:
-        """What travels with a Stored of the manager; None for nothing."""
+        """Return the extra fields of a Stored of the manager; None if there are none."""
         found = [self._keyed.get(block) for block in stored.block_hashes]
         first = found[0] if found else None
         if first is None:
@@ -131,11 +130,11 @@ class MoveDriver:
         return extra
 
     def lookup(self, request: _MoveRequest) -> int:
-        """Tokens of its prompt that are cached; Dynamo never counts output."""
+        """Count the cached tokens of its prompt; Dynamo never counts output."""
         return self.manager.prefill_cost(request).cached_tokens
 
     def need(self, request: _MoveRequest, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Blocks that no request holds: each takes a slot, whether it is cached or new."""
+        """Count the needed blocks that no request holds: each takes a slot, cached or new."""
         if tokens:
             return self._need_of_steps(request, tokens)
         return self._need_of(request, upto, self.room())
@@ -143,18 +142,18 @@ class MoveDriver:
     def _need_of(self, request: _MoveRequest, upto: int, room: int) -> int:
         size = request.block_size
         start, end = -(-request.num_allocated_tokens // size), -(-upto // size)
-        if end - start <= room:  # so it fits, however many of them are held already
+        if end - start <= room:  # it fits, even if none of the blocks is held already
             return end - start
         references = self.manager.references
         return sum(not references(block) for block in request.unique_blocks[start:end])
 
     def plan(self, request: _MoveRequest, upto: int) -> PromptPlan:
-        """As `need`, `room` and `lookup`; the Use of its blocks says which they are."""
+        """Return `need`, `room` and `lookup`; the later Use names the blocks."""
         room = self.room()
         return PromptPlan(self._need_of(request, upto, room), room, self.lookup(request))
 
     def room(self) -> int:
-        """Blocks that no request holds."""
+        """Count the blocks that no request holds."""
         return self.manager.num_blocks - self.manager.num_active_blocks
 
     def admit(self, request: _MoveRequest, upto: int, plan: PromptPlan | None = None) -> None:  # noqa: ARG002 - as above
@@ -164,10 +163,10 @@ class MoveDriver:
             self.process(move)
 
     def _need_of_steps(self, request: _MoveRequest, tokens: Sequence[int]) -> int:
-        """The most blocks that decode steps hold at once beyond today's.
+        """Return the maximum number of additional blocks that are held at once during decode steps.
 
-        A partial block that fills up as one that another request holds gives its own back (Promote), so the steps
-        are walked through, not only counted.
+        If a partial block fills up and another request holds the same block, its Promote frees the partial block's
+        slot. So the steps are simulated, not only counted.
         """
         needed = most = 0
         for filled in _openings(request, tokens):
@@ -178,7 +177,7 @@ class MoveDriver:
         return most
 
     def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token."""
+        """Decode, one step a token."""
         for token in tokens:
             moves = request.push(token)
             if moves:  # few tokens open a block; the others need no slot
@@ -203,7 +202,10 @@ class MoveDriver:
         return upto
 
     def generate(self, request: _MoveRequest, token: int) -> bool:
-        """Push a token. Where the Use of its block is not served, the token is popped; a Promote before it stays."""
+        """Push a token; return False, with the token popped, if the Use of its block is not served.
+
+        A Promote before this Use stays.
+        """
         moves = request.push(token)
         if moves:  # few tokens open a block
             if request.keys is not None or self._keyed:
@@ -216,7 +218,7 @@ class MoveDriver:
         return True
 
     def quiet_tokens(self, request: _MoveRequest) -> int:
-        """Tokens that the last block still takes, if the request has it."""
+        """Count the tokens that the last block still takes; 0 if the block is not allocated."""
         length = len(request)
         return -length % request.block_size if request.num_allocated_tokens >= length else 0
 
@@ -227,8 +229,8 @@ class MoveDriver:
 
     def free(self, request: _MoveRequest, *, done: bool) -> None:
         """Free all blocks, tail first; the sequence keeps its generated tokens."""
-        # One move for all full blocks instead of one a block, as the sequence would make them: a Deref publishes
-        # nothing, so it makes no difference.
+        # One move for all full blocks; the sequence would make one a block. A Deref publishes nothing, so the result
+        # is the same.
         blocks = request.allocated_blocks[::-1]
         if blocks and isinstance(blocks[0], UUID):
             self.process(Deref(blocks[:1]))
@@ -239,18 +241,18 @@ class MoveDriver:
 
     def _freed(self, sequence: ActiveSequence, *, done: bool) -> None:
         sequence.num_allocated_tokens = 0
-        if done:  # nothing more is cached at the end
+        if done:  # a finished request caches nothing more
             sequence.release()
 
     def clear(self) -> bool:
-        """Drop all that is cached."""
+        """Drop all cached blocks."""
         return self.manager.clear()
 
 
 class WholeMoveDriver(MoveDriver):
-    """Makes moves as the scheduler of 1.0.2: one Use for the whole prompt, and a Destroy for a partial block.
+    """Makes the moves of the scheduler of 1.0.2: one Use for the whole prompt, and a Destroy for a partial block.
 
-    Blocks are named by tokens alone: adapters, items and namespaces came to Dynamo's hashes later.
+    Block names depend on tokens only: later versions of Dynamo added adapters, items and namespaces to the hashes.
     """
 
     traits = Traits(removed_first=True, chunks=False)
@@ -258,13 +260,13 @@ class WholeMoveDriver(MoveDriver):
     _moves = "whole"
 
     def admit(self, request: _MoveRequest, upto: int, plan: PromptPlan | None = None) -> None:  # noqa: ARG002 - the first chunk takes all
-        """Use all blocks, when the first chunk comes."""
+        """Use all blocks at the first chunk."""
         move = request.take_creation_signal()
         if move is not None:
             self.process(move)
 
     def extend(self, request: _MoveRequest, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token."""
+        """Decode, one step a token."""
         for token in tokens:
             moves = request.push(token)
             if moves and (request.keys is not None or self._keyed):
@@ -274,10 +276,10 @@ class WholeMoveDriver(MoveDriver):
         request.commit_allocation(len(request))
 
     def allocate(self, request: _MoveRequest, upto: int) -> int:
-        """Use the blocks of the first `upto` tokens that it does not hold yet, as many of them as fit.
+        """Use the blocks of the first `upto` tokens that it does not hold yet, as many as fit.
 
-        Chunk by chunk, like the scheduler of 1.1.1 over this manager; a Use that does not fit is not tried, as it would
-        keep the blocks already taken.
+        It allocates chunk by chunk, like the scheduler of 1.1.1 on this manager. It never tries a Use that does not
+        fit, because such a Use keeps the blocks already taken.
         """
         size, held = request.block_size, request.num_allocated_tokens
         if upto > held:
@@ -299,8 +301,8 @@ class WholeMoveDriver(MoveDriver):
         return max(upto, held)
 
     def free(self, request: _MoveRequest, *, done: bool) -> None:
-        """Free all blocks, tail first, if it has any; the request keeps what it generated."""
-        # A scheduler may have allocated a part of them.
+        """Free all blocks, tail first, if it has any; the request keeps its generated tokens."""
+        # A scheduler may have allocated only some of the blocks.
         blocks = request.unique_blocks[: -(-request.num_allocated_tokens // request.block_size)][::-1]
         if blocks and isinstance(blocks[0], UUID):
             self.process(Destroy(blocks[:1]))
@@ -310,9 +312,9 @@ class WholeMoveDriver(MoveDriver):
 
 
 def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | None]:
-    """For each block that these tokens would open: the name that the block before it is promoted to.
+    """Yield, for each block that these tokens would open, the name that the block before it is promoted to.
 
-    None where nothing is promoted, or where the name cannot be known or shared (no tokens, no prefix caching).
+    None if nothing is promoted, or if the name is unknown or never shared (no tokens, no prefix caching).
     """
     size, length = sequence.block_size, len(sequence)
     count = -(-(length + len(steps)) // size) - -(-length // size)
@@ -327,7 +329,7 @@ def _openings(sequence: ActiveSequence, steps: Sequence[int]) -> Iterator[int | 
     assert not isinstance(parent, UUID)
     tail = [*tokens[full * size :], *steps]
     if not length % size and len(sequence.unique_blocks) == full:
-        count -= 1  # the first opens a block right after a full one: there is no partial block to promote
+        count -= 1  # the first opened block follows a full one: there is no partial block to promote
         yield None
     for start in range(0, count * size, size):
         local = keyed_block_hashes(tail[start : start + size], size, sequence.keys, full + start // size)[0]

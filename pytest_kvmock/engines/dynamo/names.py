@@ -6,17 +6,17 @@ from pytest_kvmock.engines.base.eviction_policy import Slot
 
 
 class Names:
-    """The names that hold slots, and those under which slots were stored.
+    """The names that hold slots, and the names under which slots were stored.
 
-    Nearly always a slot is held by its own name, the one it was stored under, and by no other: then `own` finds it, and
-    `Slot.refs` counts. All other holds are by *aliases*. A name that is not an alias holds the slot that `own` has for
-    it, if that has references.
+    A slot's own name is the one it was stored under. Nearly always a slot is held by its own name only: then `own`
+    finds it, and `Slot.refs` counts its references. Any other holder is an *alias*. A name that is not an alias holds
+    its slot in `own`, if that slot has references.
 
     Attributes:
-        own: registered slots by their own name; the first of several that have one name.
-        homonyms: how many registered slots are not in `own`, because another one has their name.
-        alias_slots: the slot that each alias holds. A pin, which keeps a block active for no request, is an alias too,
-            with a negative number instead of a name.
+        own: registered slots by their own name; the first of several slots with one name.
+        homonyms: number of registered slots that are not in `own`, because another slot has their name.
+        alias_slots: the slot that each alias holds. A pin, which keeps a block active without a request, is also an
+            alias, with a negative number instead of a name.
         alias_refs: references of each alias.
     """
 
@@ -54,7 +54,7 @@ class Names:
             slot.aliases += 1
 
     def hold_new(self, slot: Slot) -> None:
-        """Add the own name of a slot that was just registered as its holder."""
+        """Make the own name of a newly registered slot its holder."""
         if slot.name in self.own:
             self.homonyms += 1
         else:
@@ -82,7 +82,7 @@ class Names:
         return slot
 
     def drop(self, slot: Slot) -> None:
-        """Forget the name of an evicted slot, which others may have too."""
+        """Drop the name of an evicted slot; other slots may have the same name."""
         if self.own.get(slot.name) is slot:
             del self.own[slot.name]
         else:

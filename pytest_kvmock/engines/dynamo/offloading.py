@@ -1,10 +1,9 @@
-"""What Dynamo's logical manager does with an offload engine (`KvManager` of dynamo-mocker 1.2.1, feature
-`kvbm-offload`).
+"""The offload part of Dynamo's logical manager (`KvManager` of dynamo-mocker 1.2.1, feature `kvbm-offload`).
 
-With an engine nothing that is evicted makes room at once: its slot is quarantined until the block has been copied. So a
-Use that finds no empty slot is served short, and evicts as many blocks in one go as it will still need slots.
+With an engine, an eviction makes no room at once: the slot is quarantined until its block is copied. So a Use that
+finds no empty slot is served in part, and evicts together as many blocks as it still needs slots.
 
-One subject: slots and blocks of the device that belong to no request, as something travels.
+One subject: slots and blocks of the device that belong to a transfer, not to a request.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ class Offloading:
     """The part of a logical manager that deals with a further tier. Without an engine it does nothing.
 
     Args:
-        manager: whose part it is.
-        slots: returns the manager's blocks in slots, which it goes over to.
-        pool: the manager's.
-        publisher: the manager's.
+        manager: the manager that it is a part of.
+        slots: switches the manager to blocks in slots, and returns them.
+        pool: the manager's pool.
+        publisher: the manager's publisher.
 
     Attributes:
         engine: the offload engine; None if there is no further tier.
@@ -59,7 +58,7 @@ class Offloading:
         self.engine: OffloadEngine | None = None
         self.now = 0.0
         self.num_outside = 0
-        self._details: dict[int, BlockDetails] = {}  # of each block on the device, by lineage hash
+        self._details: dict[int, BlockDetails] = {}  # details of each block on the device, by lineage hash
         self._scheduled: list[Scheduled] = []
 
     # ----------------------------------------------------------------------------------------------- the engine
@@ -91,8 +90,8 @@ class Offloading:
     def _carry_out(self, result: OffloadResult, removed: Sequence[int | None] = ()) -> None:
         """Take back the slots that are free again, and publish the events.
 
-        What the device evicted for them was published before, and is in the trace now: here are the sizes of that
-        moment.
+        The device's Removed was published before, but its eviction is traced here, because the trace shows the sizes
+        of this moment.
         """
         for slot in result.slots:
             self._pool.give_back(slot)
@@ -107,7 +106,7 @@ class Offloading:
                 trace(self._manager, event, data.block_hashes, tier=tier, form=OF_1_2_1)
 
     def resident(self, tier: StorageTier) -> Collection[int]:
-        """Sequence hashes of the blocks on another tier."""
+        """Return the sequence hashes of the blocks on another tier."""
         return self.engine.resident() if self.engine is not None and self.engine.tier == tier else []
 
     def unpublished(self, tier: StorageTier) -> Container[int]:
@@ -117,14 +116,14 @@ class Offloading:
     # -------------------------------------------------------------------------------------------------- moves
 
     def note(self, block: BlockDetails) -> None:
-        """Keep what the Stored of a block says of it, for the events of the further tier."""
+        """Keep the details of a stored block for the events of the further tier."""
         if self.engine is not None:
             self._details[block.plh] = block
 
     def note_stored(self, move: Use, used: Used) -> None:
-        """Keep the facts about each block from the Stored of a Use.
+        """Keep the details of each block that a Use stored.
 
-        A block's parent is the full block before it in the Use, a hit or not: not the Stored's parent.
+        A block's parent is the full block before it in the Use (a hit or not), not the Stored's parent.
         """
         tokens: Iterable[Sequence[int] | None] = used.token_ids or [None] * len(used.stored)
         stored = zip(used.stored, used.local_hashes, tokens, strict=True)
@@ -144,7 +143,7 @@ class Offloading:
             parent = block
 
     def hand_over(self, victims: Sequence[Slot], used: Used) -> None:
-        """Give evicted blocks to the engine, with their slots; their Removed is published."""
+        """Pass evicted blocks and their slots to the engine; their Removed is already published."""
         assert self.engine is not None
         self.num_outside += len(victims)
         details = [self._details.pop(slot.plh, None) for slot in victims]
@@ -161,7 +160,7 @@ class Offloading:
         prefix = None if self.engine is None else self.engine.find(plhs)
         if self.engine is None or prefix is None:
             return NoHits()
-        # The prefix stays pinned until what is evicted for it was handed over.
+        # The prefix stays pinned until the blocks evicted for it are handed over.
         reserved = self._reserve(prefix.num_blocks)
         if isinstance(reserved, Scheduled):
             reserved.prefix = prefix
@@ -174,7 +173,7 @@ class Offloading:
         return reserved
 
     def _reserve(self, count: int) -> SwapIn:
-        """Reserve slots for blocks that are to come, all or none."""
+        """Reserve slots for all `count` blocks to come, or none."""
         slots = self._pool.take_reset(count)
         if len(slots) == count:
             self.num_outside += count
@@ -219,7 +218,7 @@ class Offloading:
         taken = min(len(slots), len(blocks))
         scheduled.slots.clear()
         self.num_outside -= len(slots)
-        anchor = parent  # of the Stored to come
+        anchor = parent  # parent of the next Stored
         stored: list[BlockDetails] = []
         for block in blocks[:taken]:
             slot = slots.pop()
@@ -239,7 +238,7 @@ class Offloading:
         return taken
 
     def _publish_swapped_in(self, anchor: int | None, stored: Sequence[BlockDetails]) -> None:
-        """Publish one Stored; its token ids only if every block has them."""
+        """Publish one Stored, with token ids only if every block has them."""
         if not stored:
             return
         self._pool.registrations += len(stored)
@@ -260,6 +259,6 @@ class Offloading:
         self._free(list(self.engine.clear()))
 
     def clear(self) -> None:
-        """Cancel all transfers, and forget the device's blocks."""
+        """Cancel all transfers, and drop the details of the device's blocks."""
         self.cancel()
         self._details.clear()

@@ -1,8 +1,8 @@
-"""The physical blocks of a manager: which are empty, which are cached, and what one Use changes of that.
+"""The physical blocks of a manager, empty or cached, and the effects of one Use on them.
 
 kvbm-logical, `BlockManager`. A slot is in one of four states: *reset* (empty), *mutable* (held by a partial block),
-*active* (registered under a lineage hash, and held) or *inactive* (registered, not held, evictable). Only
-inactive slots are known to the eviction policy's order.
+*active* (registered under a lineage hash, and held) or *inactive* (registered, not held, evictable). The
+eviction policy orders inactive slots only.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from pytest_kvmock.values.events import BlockTokens, Removed, Stored
 class PoolMetrics:
     """A snapshot of a pool's counters and gauges, by kvbm-logical's names.
 
-    The first eleven count since the start; the last four are what is there now. Counts of things that a mock never does
-    (scans, duplicates) are 0.
+    The first eleven are counters since the start, the last four are gauges. Counters of operations that a mock never
+    does (scans, duplicates) are 0.
     """
 
     allocations: int
@@ -42,13 +42,13 @@ class PoolMetrics:
 
 
 class BlockPool:
-    """All slots of one manager: which block is in which. The manager keeps its holders.
+    """All slots of one manager, with the block in each. The manager keeps the holders of blocks.
 
     Attributes:
-        total: how many slots there are.
+        total: number of slots.
         registered: the slot of each registered lineage hash, active or inactive.
-        inactive: the policy, which holds the inactive ones.
-        unknown: registered slots that the manager has no entry of, from which it would publish their Removed.
+        inactive: the eviction policy, which holds the inactive slots.
+        unknown: registered slots without an entry in the manager; their eviction publishes no Removed.
     """
 
     __slots__ = (
@@ -70,8 +70,8 @@ class BlockPool:
         self.inactive = inactive
         self.registered: dict[int, Slot] = {}
         self.unknown: set[Slot] = set()
-        # The reset pool is one queue, 0 to total - 1 at first. Slots that were never used stand at its front and are
-        # made when they are taken, so that an idle manager costs nothing.
+        # The reset pool is one queue, at first of slots 0 to total - 1. Slots that were never used are at its front and
+        # are created when they are taken, so an idle manager costs nothing.
         self._fresh = 0
         self._reset: deque[Slot] = deque()
         self.allocations_from_reset = 0
@@ -86,7 +86,7 @@ class BlockPool:
         return self.total - self._fresh + len(self._reset)
 
     def take_reset(self, count: int) -> list[Slot]:
-        """Take up to `count` empty slots, first those that have waited longest."""
+        """Take up to `count` empty slots from the front of the reset pool."""
         first = self._fresh
         self._fresh = min(first + count, self.total)
         slots = [Slot() for _ in range(first, self._fresh)]
@@ -123,7 +123,7 @@ class BlockPool:
         return None
 
     def drain(self) -> None:
-        """Empty all slots, of which none is active, in the order of eviction."""
+        """Empty all slots in the order of eviction; none is active."""
         self._reset.extend(self.inactive.order())
         self.inactive.clear()
         self.registered.clear()
@@ -152,25 +152,24 @@ class BlockPool:
 
 # Theory of operation
 #
-# Within one Use evictions happen at once and are published at the end: one Stored, then one Removed. Only then does the
-# manager drop its entries of what was evicted, by PLH. So a block that the same Use evicted and stored again loses its
-# new entry, a Removed follows its Stored, and its real eviction will publish nothing (`BlockPool.unknown`). The real
-# manager does this; it is not ours to mend. (Blocks that are stored in bulk were not registered before, so no victim is
-# among them.)
+# A Use evicts blocks immediately and publishes at its end: one Stored, then one Removed. Only then does the manager
+# drop its entries of the evicted blocks, by PLH. So a block that one Use evicts and stores again loses its new entry: a
+# Removed follows its Stored, and its later eviction publishes nothing (`BlockPool.unknown`). The mock keeps this fault
+# of the real manager. (Blocks that are stored in bulk were not registered before, so no victim is among them.)
 
 
 class Used:
     """The effects of a Use that are not published yet.
 
     Attributes:
-        served: how many of its blocks are held now, from the first on.
+        served: number of its leading blocks that are held now.
         anchor: the parent of its Stored: the last hit.
         stored: the blocks that were stored.
-        local_hashes: theirs.
-        token_ids: theirs; none if none were given.
-        evicted: lineage hashes of what was evicted, where the policy chose it.
-        removed: what its Removed calls them; None for what the manager has no entry of.
-        refused: whether there was no slot for a full block.
+        local_hashes: local hashes of the stored blocks.
+        token_ids: token ids of the stored blocks; empty if none were given.
+        evicted: lineage hashes of the evicted blocks, where the policy chose them.
+        removed: names for its Removed; None for a block without an entry in the manager.
+        refused: whether a full block got no slot.
         in_bulk: whether everything was stored in bulk.
     """
 

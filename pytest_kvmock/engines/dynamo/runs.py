@@ -1,4 +1,4 @@
-"""Cached blocks in runs, while a manager is used as schedulers use it: the quick form of `lineage` and `lru`.
+"""Cached blocks in runs: the quick form of `lineage` and `lru`, for managers that only get moves of schedulers.
 
 One subject: a structure, and the moves on it.
 """
@@ -26,31 +26,31 @@ from pytest_kvmock.values.plh import (
 
 # Theory of operation
 #
-# Schedulers hold the blocks of a request from its first one on, and free them from its last one on. As long as all do,
-# a cache is simple:
+# Schedulers hold the blocks of a request from the first block on, and free them from the last block on. As long as
+# every request does so, a cache is simple:
 #
-# 1. What is cached is a forest, and a block's lineage hash follows from the names on the way to it.
-# 2. The parent of a block that is in use is in use. So an inactive block has inactive children only, which became so
+# 1. The cached blocks are a forest, and a block's lineage hash follows from the names on the path to it.
+# 2. The parent of a block in use is also in use. So an inactive block has only inactive children, which became inactive
 #    before it.
 # 3. Hence the block that became inactive longest ago is always a leaf: `lineage` and `lru` evict the same blocks in the
-#    same order, which is one queue.
+#    same order, and one queue is enough.
 #
 # A *run* is a piece of a chain whose blocks have the same references, with children below its last block only. It is
-# split where a request leaves it, and where a free ends inside it. A request's names are compared with those of a run
-# in one comparison of lists, and references and turns are a run's. A run whose turn has come is evicted from its last
-# block on.
+# split where a request leaves it, and where a free ends inside it. One comparison of lists compares a request's names
+# with a run's names. References and places in the queue belong to a run, not to a block. The run at the front of the
+# queue is evicted from its last block on.
 #
-# Each move is looked at before anything changes. One that would break a rule, or bring two blocks to one place of the
-# forest (their names share the bits that every lineage hash keeps), is not carried out here: the manager then goes on
-# block by block, for good (`CachedSlots`). Which form is at work shows in nothing but the time it takes.
+# Each move is checked before anything changes. A move that breaks a rule, or puts two blocks at one place of the forest
+# (their names share the bits that every lineage hash keeps), is not carried out here: the manager switches to blocks in
+# slots for good (`CachedSlots`). The two forms differ only in speed.
 #
-# Runs are found by those bits of a name, not by the whole of it. So the one look-up that is made anyway finds names
-# that are cached and names that could collide, and no lineage hash is kept.
+# Runs are found by these bits of a name, not by the whole name. So one look-up finds both the cached names and the
+# names that could collide, and no lineage hash is stored.
 #
-# Blocks may be freed one by one, as real schedulers do: the run in which this goes on is open, and it is split only
-# when something else happens first.
+# Blocks may be freed one by one, as real schedulers do. The run in which this happens is open, and is split only when
+# another operation comes before its last block is freed.
 
-_BITS: Final = 2**51 - 1  # of a sequence hash, which its lineage hash keeps at any position
+_BITS: Final = 2**51 - 1  # the bits of a sequence hash that its lineage hash keeps at any position
 
 
 class ChainRun:
@@ -59,12 +59,12 @@ class ChainRun:
     Attributes:
         names: its blocks, in order; at least one.
         parent: the run whose last block is the parent of the first one; None for a root.
-        position: how many blocks stand before the first.
+        position: number of blocks before the first one.
         refs: references to each block.
-        children: how many runs have this one as their parent.
-        held_below: the sum of their references.
-        numbers: the number of each block, from 0, by name, and of some that were evicted since; None until somebody
-            asks.
+        children: number of runs whose parent is this one.
+        held_below: sum of the references of these children.
+        numbers: the number of each block, from 0, by name, also of some blocks that were evicted since; None until it
+            is first needed.
     """
 
     __slots__ = ("children", "held_below", "names", "numbers", "parent", "position", "refs")
@@ -80,7 +80,7 @@ class ChainRun:
 
     @property
     def end(self) -> int:
-        """How many blocks stand before one below the last."""
+        """Position of a block below the last one."""
         return self.position + len(self.names)
 
 
@@ -88,20 +88,18 @@ class Runs:
     """The blocks of a manager, in runs.
 
     Args:
-        pool: counts slots, and what happens; the blocks that it could hold are here.
+        pool: counts slots and operations only; the blocks are kept here.
         partials: the manager's partial blocks in use, which are changed here.
 
     Attributes:
-        references: to full blocks.
+        references: number of references to full blocks.
     """
 
     def __init__(self, pool: BlockPool, partials: dict[UUID, Slot]) -> None:
         self._pool = pool
         self._partials = partials
-        self._runs: dict[int, ChainRun] = {}  # of each block, by the low bits of its name
-        self._idle: OrderedDict[ChainRun, None] = (
-            OrderedDict()
-        )  # those without references, the next to be evicted first
+        self._runs: dict[int, ChainRun] = {}  # the run of each block, by the low bits of its name
+        self._idle: OrderedDict[ChainRun, None] = OrderedDict()  # runs without references, in the order of eviction
         self._num_idle = 0
         self._open: ChainRun | None = None  # its blocks from number `_open_from` on were freed one by one
         self._open_from = 0
@@ -117,29 +115,29 @@ class Runs:
         return self._num_idle
 
     def blocks(self) -> dict[int, ChainRun]:
-        """The run of each block, in the order in which they were stored."""
+        """Return the run of each block, in the order in which the blocks were stored."""
         self._settle()
         names = {name & _BITS: name for run in set(self._runs.values()) for name in run.names}
         return {names[key]: run for key, run in self._runs.items()}
 
     def held(self) -> dict[int, int]:
-        """References to each block in use."""
+        """Return the number of references to each block in use."""
         return {name: run.refs for name, run in self.blocks().items() if run.refs}
 
     def inactive(self) -> list[int]:
-        """The cached blocks that no request uses, in the order in which they would be evicted."""
+        """Return the cached blocks that no request uses, in the order in which they would be evicted."""
         self._settle()
         return [name for run in self._idle for name in reversed(run.names)]
 
     def resident(self) -> Collection[int]:
-        """The cached blocks, in the order in which they were stored."""
+        """Return the cached blocks, in the order in which they were stored."""
         return self.blocks().keys()
 
     def find(self, name: int) -> tuple[ChainRun, int] | None:
         """Return the run that has a block, and the block's number in it; None if it is not cached."""
         try:
             run = self._runs.get(name & _BITS)
-        except TypeError:  # it is not a block at all
+        except TypeError:  # not a block
             return None
         if run is None:
             return None
@@ -149,13 +147,13 @@ class Runs:
         return None if number is None else (run, number)
 
     def references_of(self, name: int) -> int:
-        """References to one full block."""
+        """Count the references to one full block."""
         self._settle()
         found = self.find(name)
         return 0 if found is None else found[0].refs
 
     def plh_of(self, name: int) -> int | None:
-        """The lineage hash of a block; None if it is not cached."""
+        """Return the lineage hash of a block; None if it is not cached."""
         found = self.find(name)
         return None if found is None else self._plh(*found)
 
@@ -178,7 +176,7 @@ class Runs:
             name = blocks[count]
             run = None if isinstance(name, UUID) else self._runs.get(name & _BITS)
             if run is None and are_known and not isinstance(name, UUID):
-                return count  # a lineage hash has the bits of its name, by which there is no run
+                return count  # the lineage hash has the same bits as the name, and no run has them
             if run is None or run.parent is not last:
                 break
             end = min(count + len(run.names), most)
@@ -204,16 +202,16 @@ class Runs:
         return lineage_hash(run.names[number], parent, run.position + number)
 
     def plhs(self, run: ChainRun) -> list[int]:
-        """Lineage hash of each block of a run."""
+        """Return the lineage hash of each block of a run."""
         parent = None if run.parent is None else run.parent.names[-1]
         return lineage_hashes(run.names, parent=parent, start=run.position)
 
     # ------------------------------------------------------------------------------------------------- changes
 
     def _split(self, run: ChainRun, number: int) -> ChainRun:
-        """Split a run before this block of it, neither its first nor beyond its last; return the new run above.
+        """Split a run before its block `number`, which is not its first; return the new run above.
 
-        The lower one stays where it is: it has the turn, and the children.
+        The lower part remains the old run: it keeps the place in the queue, and the children.
         """
         names = run.names[:number]
         above = ChainRun(names, run.parent, run.position, run.refs)
@@ -229,7 +227,7 @@ class Runs:
     def _hold(self, run: ChainRun) -> None:
         if not run.refs:
             count = len(run.names)
-            self._idle.pop(run, None)  # the upper part of one that was split is not there
+            self._idle.pop(run, None)  # the upper part of a split run is not in it
             self._num_idle -= count
             self._pool.match_hashes_requested += count
             self._pool.match_blocks_returned += count
@@ -246,11 +244,11 @@ class Runs:
             self._num_idle += len(run.names)
 
     def _is_held(self, run: ChainRun) -> bool:
-        """Whether a reference to a run can be dropped: it has one, and a block below it does not need it."""
+        """Return whether a reference to a run can be dropped: it has one that no block below it needs."""
         return run.refs > 1 or (run.refs == 1 and not run.held_below)
 
     def _settle(self) -> None:
-        """Write down what was freed one by one."""
+        """Close the open run: release the blocks that were freed one by one."""
         run = self._open
         if run is not None:
             self._open = None
@@ -277,7 +275,7 @@ class Runs:
         self._pool.count_given_back(1)
 
     def _allocate(self, count: int, removed: list[int | None]) -> int:
-        """Take slots, first empty ones, then by evicting; return how many there were."""
+        """Take empty slots, then evict for the rest; return how many slots were taken."""
         taken = self._pool.count_taken(count)
         while taken < count and self._idle:
             run = next(iter(self._idle))
@@ -298,7 +296,7 @@ class Runs:
         return taken
 
     def _below(self, name: int | None) -> tuple[ChainRun | None, int] | None:
-        """Return the run that ends with a block in use, and the position below it; None if there is none such."""
+        """Return the run that ends with this block, and the position below it; None if no run in use does."""
         if name is None:
             return None, 0
         run = self._runs.get(name & _BITS)
@@ -309,7 +307,7 @@ class Runs:
     # --------------------------------------------------------------------------------------------------- moves
 
     def use(self, move: Use, leading: int) -> Used | None:
-        """Carry out a Use that was checked, but for its lineage hashes; see `Form`."""
+        """Carry out a Use; all but its lineage hashes was checked. See `Form`."""
         if self._open is not None:
             self._settle()
         blocks, parent = move.blocks, move.parent
@@ -320,7 +318,7 @@ class Runs:
             if leading + 1 < len(blocks) or not isinstance(last_block, UUID):
                 return None
             partial = last_block
-        names: list[int] = list(blocks[:leading])  # type: ignore[arg-type]  # they are full ones
+        names: list[int] = list(blocks[:leading])  # type: ignore[arg-type]  # all full
         below = self._below(parent) if names else (None, 0)
         if below is None or below[1] + leading > MAX_POSITION:
             return None
@@ -328,7 +326,7 @@ class Runs:
             return None
         runs = self._runs
         held: list[ChainRun] = []
-        hits = rest = 0  # of the last run that is hit, `rest` blocks are
+        hits = rest = 0  # `rest`: hits in the last run, if only a part of it is hit
         last, position = below
         while hits < leading:
             run = runs.get(names[hits] & _BITS)
@@ -369,7 +367,7 @@ class Runs:
                 served = hits + len(new)
                 used.stored = new
                 used.local_hashes = list(move.local_hashes[hits:served]) or [0] * len(new)
-                if move.token_ids is not None:  # as many as full blocks
+                if move.token_ids is not None:  # one for each full block
                     used.token_ids = part_of(move.token_ids, hits, served)
         used.served = hits + len(new)
         if partial is not None and (partial in self._partials or self._allocate(1, used.removed)):
@@ -385,7 +383,7 @@ class Runs:
             run, start = self._open, self._open_from
             if run is None or start == 1 or run.names[start - 1] != blocks[0]:
                 return self._deref_one(blocks[0])
-        except TypeError:  # something is not a list, or no block
+        except TypeError:  # not a list, or not a block
             return False
         self._open_from = start - 1
         self.references -= 1
@@ -397,7 +395,7 @@ class Runs:
         partials: list[UUID] = []
         while len(partials) < len(blocks) and isinstance(block := blocks[len(partials)], UUID):
             partials.append(block)
-        names: list[int] = list(blocks[len(partials) :])  # type: ignore[arg-type]  # else it is refused below
+        names: list[int] = list(blocks[len(partials) :])  # type: ignore[arg-type]  # anything else is refused below
         if partials and (len(set(partials)) < len(partials) or not self._partials.keys() >= set(partials)):
             return False
         runs: list[ChainRun] = []
@@ -458,7 +456,7 @@ class Runs:
         if run is not None and (run.parent is not below[0] or run.names[0] != name):
             return None
         if run is None:
-            del self._partials[move.partial]  # the slot stays, with another name
+            del self._partials[move.partial]  # its slot stays, under the new name
             self._pool.match_hashes_requested += 1
             self._append([name], [name & _BITS], *below)
             return True

@@ -1,4 +1,4 @@
-"""One request's tokens as blocks, and the moves that they make.
+"""One request's tokens as blocks, and the moves for them.
 
 One subject: Dynamo's `ActiveSequence`.
 """
@@ -26,43 +26,41 @@ MOVES: Final = ("chunks", "whole")
 class ActiveSequence:
     """A request from its prompt to its last token (Dynamo's mocker, `ActiveSequence` of 1.2.1, or of 1.0.2).
 
-    Methods return moves; the caller processes them and reports by `commit_allocation` what
-    was served.
+    Methods return moves; the caller processes them, and reports the served part by `commit_allocation`.
 
-    A block that the prompt fills is full from the start. A generated one becomes full, by a Promote, when the first
-    token of the *next* block is pushed; so a block that the last token fills stays partial forever, and is never
-    cached.
+    A block that the prompt fills is full from the start. A generated block becomes full, by a Promote, when the first
+    token of the *next* block is pushed. So a block that the last token fills stays partial and is never cached.
 
-    With `moves="whole"` it makes the moves of 1.0.2. There are no chunks and no commit: the creation signal is one Use
-    of all blocks with the local hashes of all complete ones. After a preemption that may be one more than there are
-    full blocks, where the last token filled a block that is not promoted yet. What is freed is all blocks, allocated or
-    not, and a partial one is freed by a Destroy.
+    `moves="whole"` makes the moves of 1.0.2. There are no chunks and no commit: the creation signal is one Use of all
+    blocks, with the local hashes of all complete ones. After a preemption there may be one more local hash than full
+    blocks, because the last token filled a block that is not promoted yet. A free covers all blocks, allocated or not,
+    and frees a partial block by a Destroy.
 
     Args:
-        tokens: the prompt, at least one token: token ids, or a `Prompt`. Of a prompt of hashes the token values are
-            unknown; what is pushed is counted then, and a generated block has a random local hash of its own.
-        max_output_tokens: how many tokens `generate` makes.
+        tokens: the prompt, at least one token: token ids, or a `Prompt`. For a prompt of hashes, token values are
+            unknown: pushed tokens are only counted, and a generated block gets a random local hash.
+        max_output_tokens: number of tokens that `generate` makes.
         block_size: tokens a block, at least 2.
-        enable_prefix_caching: False gives every block a random name, so that no two requests share any. The names stay
-            the sequence's own: after a preemption it finds its own blocks again.
-        emit_token_ids: put token ids into the moves; without prefix caching or token values there are none.
-        rng: where everything random comes from: names of partial blocks, generated tokens, hashes without caching.
-            By default a fresh, unseeded one.
-        moves: "whole" for those of 1.0.2, where one Use takes all blocks.
+        enable_prefix_caching: False gives every block a random name, so no two requests share a block. The sequence
+            keeps its names: after a preemption it finds its own blocks again.
+        emit_token_ids: put token ids into the moves; ignored without prefix caching or token values.
+        rng: source of everything random: names of partial blocks, generated tokens, hashes without caching. By default
+            a new, unseeded one.
+        moves: "whole" for the moves of 1.0.2, where one Use takes all blocks.
 
     Attributes:
         unique_blocks: all blocks in order: sequence hashes, and at most one UUID, at the end.
         block_hashes: local hash of each full block.
         num_input_tokens: length of the prompt.
-        generated_tokens: tokens pushed since.
-        num_allocated_tokens: tokens for which blocks were committed; of whole moves those of the last creation signal,
-            0 until it is taken.
+        generated_tokens: number of tokens pushed since.
+        num_allocated_tokens: tokens for which blocks were committed; with whole moves, the tokens of the last creation
+            signal, or 0 before it is taken.
         moves: as given.
-        keys: what the prompt carries in addition to its tokens; None if there is nothing.
+        keys: what the prompt carries in addition to its tokens; None if nothing.
 
     Raises:
-        ValueError: the prompt is empty, a token or number out of range, a hash prompt does not fit the block size, or
-            no such moves.
+        ValueError: the prompt is empty, a token or number is out of range, a hash prompt does not fit the block size,
+            or `moves` is unknown.
         TypeError: a token is not an integer.
     """
 
@@ -115,7 +113,7 @@ class ActiveSequence:
 
         self.block_hashes = list(prompt.block_hashes(block_size))
         self.unique_blocks: list[Block]
-        self._plhs: LineageHashes | list[int] | None  # None: of blocks that were generated since, not made yet
+        self._plhs: LineageHashes | list[int] | None  # None: to be computed again for generated blocks
         if enable_prefix_caching:
             self.unique_blocks = list(prompt.sequence_hashes(block_size))
             self._plhs = prompt.lineage_hashes(block_size)
@@ -137,7 +135,7 @@ class ActiveSequence:
         rng: Random | None = None,
         moves: Moves = "chunks",
     ) -> tuple[ActiveSequence, Use | None]:
-        """Make a sequence, and the Use of its whole prompt; both as the constructor and `take_creation_signal` do."""
+        """Return a new sequence, and the Use of its whole prompt (`take_creation_signal`)."""
         sequence = cls(tokens, max_output_tokens, block_size, enable_prefix_caching, rng=rng, moves=moves)
         return sequence, sequence.take_creation_signal()
 
@@ -152,7 +150,7 @@ class ActiveSequence:
 
     @property
     def positional_lineage_hashes(self) -> LineageHashes | list[int]:
-        """Lineage hash of each full block; made when somebody looks at them."""
+        """Lineage hash of each full block; computed on first access."""
         if self._plhs is None:
             names: list[Any] = self.unique_blocks[: len(self.block_hashes)]
             self._plhs = LineageHashes(names)
@@ -160,17 +158,17 @@ class ActiveSequence:
 
     @property
     def is_empty(self) -> bool:
-        """Whether it has no tokens; never, as the prompt has some."""
+        """Whether it has no tokens; always False, because the prompt has some."""
         return len(self) == 0
 
     @property
     def extra_tokens(self) -> int:
-        """Tokens in the last block when it is not filled."""
+        """Number of tokens in the last block if it is not full."""
         return len(self) % self.block_size
 
     @property
     def to_completion_blocks(self) -> int:
-        """Blocks that prompt and all output will need."""
+        """Number of blocks that the prompt and all output need."""
         return -(-(self.num_input_tokens + self.max_output_tokens) // self.block_size)
 
     @property
@@ -181,15 +179,15 @@ class ActiveSequence:
     # --------------------------------------------------------------------------------------------- allocation
 
     def prepare_allocation(self, cumulative_tokens: int) -> Use | None:
-        """Make the Use of the blocks that are still missing for this many tokens, counted from the start.
+        """Return the Use of the blocks that the first `cumulative_tokens` tokens still need.
 
-        Changes nothing, and gives the same move until `commit_allocation`.
+        Changes nothing, and returns the same move until `commit_allocation`.
 
         Returns:
-            None when no block is missing.
+            None if no block is missing.
 
         Raises:
-            ValueError: of whole moves, which allocates the whole sequence at once.
+            ValueError: the sequence makes whole moves, which allocate all blocks at once.
         """
         if self.moves == "whole":
             raise ValueError('moves="whole" has no chunks; take_creation_signal makes the one Use of a sequence')
@@ -208,14 +206,14 @@ class ActiveSequence:
         )
 
     def _plhs_of(self, start: int, end: int) -> Sequence[int]:
-        """Lineage hashes of the full blocks from `start` to `end`."""
+        """Return the lineage hashes of the full blocks from `start` to `end`."""
         plhs = self.positional_lineage_hashes if self._plhs is None else self._plhs
         if start == 0 and end == len(self.block_hashes):
             return plhs.copy() if isinstance(plhs, list) else plhs
         return plhs[start:end] if isinstance(plhs, list) else plhs.part(start, end)
 
     def _token_ids(self, start: int, end: int) -> TokenRows | None:
-        """Token ids of the complete blocks from `start` to `end`; None if they are not to be published."""
+        """Return the token ids of the complete blocks from `start` to `end`; None if they are not published."""
         if not self.emit_token_ids or start >= end:
             return None
         assert self._tokens is not None
@@ -223,7 +221,7 @@ class ActiveSequence:
         rows = self._tokens.rows(start, end, self.block_size)
         if self.keys is not None:
             return rows
-        names: tuple[Any, ...] = tuple(blocks[start:end])  # the one before a block is full
+        names: tuple[Any, ...] = tuple(blocks[start:end])  # a block before another is full
         parent: Any = blocks[start - 1] if start else None
         return HashedBlocks(rows, parent, names, tuple(self.block_hashes[start:end]))
 
@@ -232,25 +230,25 @@ class ActiveSequence:
         return tuple(self._tokens.cut(index * self.block_size, (index + 1) * self.block_size))
 
     def _local_hash(self, index: int) -> int:
-        """Return the local hash of a complete block that was generated; random where token values are unknown."""
+        """Return the local hash of a complete generated block; random if token values are unknown."""
         if self._tokens is None:
             return self._random_u64()
         return keyed_block_hashes(self._block_tokens(index), self.block_size, self.keys, index)[0]
 
     def commit_allocation(self, cumulative_tokens: int) -> None:
-        """Record that blocks for this many tokens, counted from the start, are allocated."""
+        """Record that blocks for the first `cumulative_tokens` tokens are allocated."""
         self.num_allocated_tokens = cumulative_tokens
 
     def allocate_blocks_for_chunk(self, cumulative_tokens: int) -> Use | None:
-        """`prepare_allocation` and `commit_allocation` in one."""
+        """Call `prepare_allocation` and `commit_allocation`; return the Use."""
         use = self.prepare_allocation(cumulative_tokens)
         self.num_allocated_tokens = cumulative_tokens
         return use
 
     def take_creation_signal(self) -> Use | None:
-        """Allocate for all tokens so far; None when nothing is missing.
+        """Return the Use that allocates all tokens so far; None if no block is missing.
 
-        Of whole moves: None when it was taken since the last reset.
+        With whole moves: None if it was taken since the last reset.
         """
         if self.moves == "chunks":
             return self.allocate_blocks_for_chunk(len(self))
@@ -269,9 +267,9 @@ class ActiveSequence:
         """Add one token.
 
         Returns:
-            Empty, unless the token opens a new block: then the Promote of the block before it, if that was partial,
-            and the Use of a new partial one. `num_allocated_tokens` does not move: commit when both are done; when
-            the Use found no room, `pop` (the Promote stays).
+            Empty, unless the token opens a new block: then the Promote of the previous block, if it was partial, and
+            the Use of a new partial block. `num_allocated_tokens` does not change: commit when both are done, or call
+            `pop` if the Use found no room (the Promote stays).
 
         Raises:
             TypeError: the token is not an integer.
@@ -291,11 +289,11 @@ class ActiveSequence:
         return moves
 
     def fill(self, tokens: Sequence[int]) -> None:
-        """Add tokens that all belong to the last block, so that there are no moves.
+        """Add tokens that all fit into the last block, so no move is needed.
 
         Raises:
             TypeError: a token is not an integer.
-            ValueError: one opens another block, or is below 0 or above 2**32 - 1.
+            ValueError: a token opens another block, or is below 0 or above 2**32 - 1.
         """
         if len(tokens) > -len(self) % self.block_size:
             raise ValueError(f"the last block takes {-len(self) % self.block_size} tokens, got {len(tokens)}")
@@ -305,7 +303,7 @@ class ActiveSequence:
         self.generated_tokens += len(tokens)
 
     def _promote_last(self) -> Promote:
-        """The block before the token just pushed is full: give it its hashes."""
+        """Return the Promote of the full block before the token just pushed; give this block its hashes."""
         partial = self.unique_blocks.pop()
         assert isinstance(partial, UUID)
         index = len(self.unique_blocks)
@@ -328,13 +326,13 @@ class ActiveSequence:
         return Promote(partial, block, parent, local, plh, tokens)
 
     def generate(self) -> list[Move]:
-        """Push a random token; with the last one, free everything.
+        """Push a random token; after the last one, free everything.
 
         Returns:
-            The moves of `push`, and after the last token those that free all blocks.
+            The moves of `push`; after the last token, also the moves that free all blocks.
 
         Raises:
-            ValueError: all output tokens were generated before.
+            ValueError: all output tokens were generated already.
         """
         if self.generated_tokens >= self.max_output_tokens:
             raise ValueError(f"all {self.max_output_tokens} output tokens were generated; there is nothing to generate")
@@ -344,10 +342,10 @@ class ActiveSequence:
         return moves
 
     def pop(self) -> None:
-        """Take back the token that was pushed last, because its block found no room.
+        """Take back the token that was pushed last, because its block got no slot.
 
         Raises:
-            ValueError: there is no generated token, or it filled a block that was promoted since.
+            ValueError: there is no generated token, or the token filled a block that was promoted since.
         """
         if not self.generated_tokens:
             raise ValueError("pop takes a generated token back, and there is none")
@@ -369,13 +367,14 @@ class ActiveSequence:
         return self.unique_blocks[: -(-self.num_allocated_tokens // self.block_size)]
 
     def free_signal(self) -> list[Move]:
-        """Make one Deref for each allocated block, tail first; of whole moves for all blocks, and a Destroy for a
-        partial one.
+        """Return one Deref for each allocated block, tail first.
+
+        With whole moves: for each block, and a Destroy for a partial one.
         """
         return self._frees(self.num_allocated_tokens)
 
     def reset_with_signal(self) -> list[Move]:
-        """Preempt: `free_signal`, and nothing is allocated any more. Generated tokens stay, to be recomputed."""
+        """Preempt: return `free_signal`, with nothing allocated after it. Generated tokens stay, to be recomputed."""
         frees = self.free_signal()
         self.num_allocated_tokens = 0
         return frees
@@ -389,7 +388,7 @@ class ActiveSequence:
         return [Deref([block]) for block in reversed(self.unique_blocks[: -(-tokens // self.block_size)])]
 
     def release(self) -> None:
-        """Keep only numbers, as nothing follows."""
+        """Compact the data of a finished sequence; no move follows."""
         self.block_hashes = cast("list[int]", array("Q", self.block_hashes))
         if self.enable_prefix_caching:
             self._plhs = None

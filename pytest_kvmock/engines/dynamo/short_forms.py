@@ -1,4 +1,4 @@
-"""Short forms of the moves, in which what is not given is filled in (`KvManager.use`, `deref`, `promote`)."""
+"""Short forms of the moves, which fill in omitted arguments (`KvManager.use`, `deref`, `promote`)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class ShortForms(ABC):
         """Return whether a full block is cached, in use or not."""
 
     def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:  # noqa: ARG002 - for those who define it
-        """Lineage hashes of `names`, the first of which stands below `parent`; none where the manager needs none."""
+        """Return the lineage hashes of `names`, the first below `parent`; empty where the manager needs none."""
         return []
 
     def use(
@@ -70,7 +70,7 @@ class ShortForms(ABC):
         self.process(Promote(partial, block, parent, block if local_hash is None else local_hash, plh, token_ids))
 
     def _known(self, parent: Block | None, what: str) -> int | None:
-        """The parent, if it is a full block, which must be cached."""
+        """Return the parent if it is a full block; it must be cached."""
         if parent is None or isinstance(parent, UUID):  # a partial parent is refused by the move
             return None
         check_full(parent, f"{what}: parent")
@@ -86,15 +86,16 @@ class LineageShortForms(ShortForms):
 
     @abstractmethod
     def _plh_of(self, name: int) -> int | None:
-        """Return the lineage hash of the block that a name holds, else of one stored under it; None if none is
-        cached.
+        """Return the lineage hash of the block that a name holds, or else of a block stored under that name.
+
+        None if no such block is cached.
         """
 
     def _caches(self, block: int) -> bool:
         return self._plh_of(block) is not None
 
     def _lineage(self, names: Sequence[int], parent: int | None) -> list[int]:
-        """Lineage hashes of `names`, each below the one before it, unless it has one; the first is below `parent`."""
+        """Return the lineage hashes of `names`: the known ones, and new ones for a chain that begins below `parent`."""
         above = None if parent is None else self._plh_of(parent)
         plhs: list[int] = []
         for name in names:
@@ -104,7 +105,7 @@ class LineageShortForms(ShortForms):
             elif above is None:
                 above = lineage_hash(name, None, 0)
             else:
-                # The parent's own fragment, not its name: a slot may be held under a name that its PLH does not have.
+                # The fragment of the parent's PLH, not its name: a slot may be held under a name that its PLH lacks.
                 above = lineage_hash(name, lineage_fragment(above), lineage_position(above) + 1)
             plhs.append(above)
         return plhs

@@ -1,1 +1,1 @@
-"""Schedulers and the arguments of engines, and models of how long a pass takes."""
+"""Schedulers, the arguments of engines, and models of the duration of a pass."""

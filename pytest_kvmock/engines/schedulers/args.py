@@ -1,6 +1,6 @@
-"""The arguments of a mock engine: those of Dynamo's mocker 1.2.1, read, checked and written as it does.
+"""The arguments of a mock engine: they are read, checked and written as in Dynamo's mocker 1.2.1.
 
-One subject: one class of many fields, their ranges, and the three forms in which they are given.
+One subject: one class of many fields, their ranges, and their three input forms.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from pytest_kvmock.values.checks import check_number, unknown_text
 WorkerType: TypeAlias = Literal["aggregated", "prefill", "decode", "both"]
 PreemptionMode: TypeAlias = Literal["lifo", "fifo"]
 
-_IN_ROOMS: Final = "sglang"  # as `pairs` has it, which only engines of pairs load
+_IN_ROOMS: Final = "sglang"  # the same as in `pairs`, which only engines of pairs load
 
 _CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
     "engine_type": tuple(SCHEDULERS),
@@ -107,7 +107,7 @@ _OURS: Final = (
 """The fields that are not part of Dynamo's JSON."""
 
 _HOST: Final = ("num_g2_blocks", "offload_batch_size", "bandwidth_g1_to_g2_gbps", "bandwidth_g2_to_g1_gbps")
-"""Arguments of the host tier: Dynamo's dump does not have them, and its JSON may."""
+"""Arguments of the host tier: Dynamo's dump omits them, but its JSON may have them."""
 
 _SINCE_1_6: Final[Mapping[str, Any]] = {
     "max_model_len": None,
@@ -119,7 +119,7 @@ _SINCE_1_6: Final[Mapping[str, Any]] = {
     "kv_transfer_timing_mode": "full_prompt",
     "inert": None,
 }
-"""Arguments that no release before 1.6.1 has, with their defaults; the flat form has none of them."""
+"""Arguments that are new in 1.6.1, with their defaults; the flat form has none of them."""
 
 BEYOND_HOST: Final = (
     "num_g3_blocks",
@@ -129,7 +129,7 @@ BEYOND_HOST: Final = (
     "bandwidth_g2_to_g4_gbps",
     "bandwidth_g4_to_g2_gbps",
 )
-"""Arguments of tiers beyond the host in later releases than 1.2.1, which are refused."""
+"""Arguments of tiers beyond the host, from releases after 1.2.1; they are refused."""
 
 
 if TYPE_CHECKING:
@@ -156,21 +156,21 @@ class MockEngineArgs:
         engine_type: "vllm", "sglang" or "trtllm": the scheduler.
         num_gpu_blocks: capacity of a rank in blocks, at least 1.
         block_size: tokens a block. 0, the default, becomes 64 for vllm, 32 for trtllm; for sglang the page size, or 1.
-        max_num_seqs: most requests that run at once, at least 1; None: unlimited.
-        max_num_batched_tokens: most tokens that one pass computes, at least 1; None: unlimited. Not sglang.
+        max_num_seqs: maximum number of requests that run at once, at least 1; None: unlimited.
+        max_num_batched_tokens: maximum number of tokens in one pass, at least 1; None: unlimited. Not sglang.
         enable_prefix_caching: False: nothing is published, and nothing is reused.
         enable_chunked_prefill: False: a prompt is computed in one pass or not at all. Not sglang.
-        speedup_ratio: divides times, finite and at least 0; by 0 nothing is divided, as by 1.
+        speedup_ratio: divisor of times, finite and at least 0; 0 means 1.
         decode_speedup_ratio: finite and at least 0. Times of decode are divided by the product of both, if it is not 0.
-        dp_size: data-parallel ranks, at least 1. A `MockEngine` is one rank, whatever this says; a harness makes an
-            engine for each rank.
+        dp_size: data-parallel ranks, at least 1. A `MockEngine` is always one rank; a harness makes an engine for each
+            rank.
         startup_time: seconds, at least 0, or None. Inert.
         worker_type: "aggregated", "prefill" (charges no decode) or "decode" (charges no prefill,
             publishes nothing); see `hand_over`.
         planner_profile_data: path of an `.npz` profile (`InterpolatedModel.from_npz`); None: the polynomial model.
-        aic_backend: a string or None, as are `aic_system`, `aic_backend_version` and `aic_model_path`; `aic_tp_size`,
-            `aic_moe_tp_size`, `aic_moe_ep_size` and `aic_attention_dp_size` are integers of at least 0, or None.
-            Arguments of an external performance model. Inert.
+        aic_backend: an argument of an external performance model. This one, `aic_system`, `aic_backend_version` and
+            `aic_model_path` are strings or None; `aic_tp_size`, `aic_moe_tp_size`, `aic_moe_ep_size` and
+            `aic_attention_dp_size` are integers of at least 0, or None. Inert.
         aic_system: see `aic_backend`.
         aic_backend_version: see `aic_backend`.
         aic_tp_size: see `aic_backend`.
@@ -187,66 +187,65 @@ class MockEngineArgs:
         zmq_replay_port: a port, or None. Inert.
         preemption_mode: "lifo": the newest running request is preempted; "fifo": the oldest. vllm only.
         router_queue_policy: "fcfs", "lcfs", "wspt" or None. Inert.
-        sglang: `SglangArgs`, a mapping of their fields, or None. Without effect for vllm.
-        num_g2_blocks: blocks of host memory that evicted blocks travel to, at least 1, or None. There is a host only
-            where `kv_bytes_per_token` is set too (0: a transfer takes no time). vllm in the semantics of 1.2.1, over
+        sglang: `SglangArgs`, a mapping of their fields, or None. No effect for vllm.
+        num_g2_blocks: blocks of host memory for evicted blocks, at least 1, or None. There is a host only if
+            `kv_bytes_per_token` is also set (0: a transfer takes no time). vllm in the semantics of 1.2.1, on
             `lineage`, `lru` or `multi_lru`.
-        offload_batch_size: blocks of one transfer to the host, and transfers at once, at least 1; None: 32. A batch
-            that the host cannot hold whole is lost, with its slots on the device, as in the original: its square should
-            be at most `num_g2_blocks`.
-        bandwidth_g1_to_g2_gbps: GB/s to the host, at least 0, which is infinite; None: 14.
-        bandwidth_g2_to_g1_gbps: GB/s back to the device, at least 0, which is infinite; None: 14.
-        max_model_len: most tokens of a request, prompt and output together, at least 1; None: unlimited. 1.6.1 only.
-        prefill_decode_interval: how many passes admit nothing after one that computed a part of a prompt, at least 0.
-            sglang in 1.6.1 only.
-        prefill_schedule_interval: with several ranks, of how many passes one computes prompts while others decode, at
-            least 1. vllm in 1.6.1 only.
-        kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing", what the decode
-            engine has not cached. 1.6.1 only.
-        aic_nextn: drafts a step of a draft model, 1 to 5, or None: a decode pass gives a request the drafts that are
-            accepted, and one token more. It changes no event. 1.6.1 only, without `decode_speedup_ratio`, and for a
-            backend that has no `speculative` of its own.
-        aic_nextn_accept_rates: the rate at which each draft is accepted, from 0 to 1, as a text "0.85,0.3"; those that
-            are left out are 0. None: "0.85,0.3".
-        aic_mtp_seed: seed of what is accepted; to it the number of the worker is added.
-        inert: arguments of the nested form that act on no mock engine, by their path (`json_forms.INERT`): accepted,
-            and written to JSON. `tensor_parallel_size` counts in reports.
-        semantics: the release of Dynamo whose scheduler is followed: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang
-            and trtllm, or for sglang "mixed", the scheduler over SGLang's own cache, whose passes compute prompts and
-            output, and for trtllm "guaranteed_no_evict" or "max_utilization", policies of TensorRT-LLM's own scheduler,
-            over its own caches; None: that of the engine's backend (`BackendSpec.semantics`), or else "1.2.1" for vllm,
-            "mixed" for sglang, "1.6.1" for trtllm. An addition of ours, no part of the JSON.
-        performance_model: a `PerformanceModel`, or a pair of callables or milliseconds as `CallableModel` takes them;
-            None: as `planner_profile_data` says. An addition of ours.
+        offload_batch_size: blocks of one transfer to the host, and transfers at once, at least 1; None: 32. As in the
+            original, a batch that does not fit into the host is lost, with its slots on the device: the square of this
+            number should be at most `num_g2_blocks`.
+        bandwidth_g1_to_g2_gbps: GB/s to the host, at least 0 (0: infinite); None: 14.
+        bandwidth_g2_to_g1_gbps: GB/s back to the device, at least 0 (0: infinite); None: 14.
+        max_model_len: maximum tokens of a request, prompt and output together, at least 1; None: unlimited. 1.6.1 only.
+        prefill_decode_interval: number of passes without admission after a pass that computed a part of a prompt, at
+            least 0. sglang in 1.6.1 only.
+        prefill_schedule_interval: with several ranks, while requests decode, only one in this many passes computes
+            prompts; at least 1. vllm in 1.6.1 only.
+        kv_transfer_timing_mode: what a prefill engine sends: "full_prompt", or "destination_missing" for the part that
+            the decode engine has not cached. 1.6.1 only.
+        aic_nextn: drafts a step of a draft model, 1 to 5, or None. A decode pass gives a request the accepted drafts
+            and one more token. It changes no event. 1.6.1 only, without `decode_speedup_ratio`, and for a backend
+            without its own `speculative`.
+        aic_nextn_accept_rates: the acceptance rate of each draft, from 0 to 1, as a text "0.85,0.3"; omitted rates are
+            0. None: "0.85,0.3".
+        aic_mtp_seed: seed of the acceptance; the worker's number is added to it.
+        inert: arguments of the nested form that have no effect on a mock engine, by their path (`json_forms.INERT`):
+            accepted, and written to JSON. `tensor_parallel_size` counts in reports.
+        semantics: the scheduler to model. A release of Dynamo: "1.2.1" or "1.6.1" for vllm, "1.6.1" for sglang and
+            trtllm. For sglang also "mixed": the scheduler on SGLang's own cache, whose passes compute prompts and
+            output. For trtllm also "guaranteed_no_evict" or "max_utilization": policies of TensorRT-LLM's own
+            scheduler, on its own caches. None: the default of the backend (`BackendSpec.semantics`), or else "1.2.1"
+            for vllm, "mixed" for sglang, "1.6.1" for trtllm. Our addition, not in the JSON.
+        performance_model: a `PerformanceModel`, or a pair of callables or milliseconds for `CallableModel`; None: see
+            `planner_profile_data`. Our addition.
         events_visible: when the events of a pass are published: "pass_start" or "pass_end"; None: at the start for vllm
-            in the semantics of 1.2.1, else at the end. An addition of ours.
-        context_chunking_policy: how prompts that are too much for one pass share it: "first_come_first_served", or
-            "equal_progress", a block each in turn. TensorRT-LLM's own scheduler over V1 only. An addition of ours.
-        hand_over: how a prefill and a decode engine hand over: "dynamo", as its replay does (a
-            decode engine publishes nothing); "vllm" or "vllm-mooncake", as vLLM's connectors do,
-            for engine_type "vllm" in the semantics of 1.6.1, where a `worker_type` may also be
-            "both" ("vllm", two turns); "sglang", as SGLang's pairs do, for engine_type "sglang" over
-            its own cache. An addition of ours.
-        pair: options of such engines (`PairOptions`, `SglangPairOptions`), or a mapping of them;
-            None: the defaults. An addition of ours.
-        publish_every: of `sglang` with tiers: events wait, and are published as by a server: behind a pass that
-            computes a part of a prompt, after this many passes that decode (40 by default there,
-            `--decode-log-interval`), and when no request runs or waits. None: behind each pass. An addition of ours.
+            in the semantics of 1.2.1, else at the end. Our addition.
+        context_chunking_policy: how prompts that exceed one pass share it: "first_come_first_served", or
+            "equal_progress", a block each in turn. TensorRT-LLM's own scheduler on V1 only. Our addition.
+        hand_over: how a prefill and a decode engine hand over. "dynamo": as in its replay (a decode engine publishes
+            nothing). "vllm" or "vllm-mooncake": by vLLM's connectors, for engine_type "vllm" in the semantics of
+            1.6.1; `worker_type` may then also be "both" ("vllm", two turns). "sglang": as in SGLang's pairs, for
+            engine_type "sglang" on its own cache. Our addition.
+        pair: options of such engines (`PairOptions`, `SglangPairOptions`), or a mapping of them; None: the defaults.
+            Our addition.
+        publish_every: for `sglang` with tiers: events wait, and are published as by a server: after a pass that
+            computes a part of a prompt, after this many decode passes (a server's default is 40,
+            `--decode-log-interval`), and when no request runs or waits. None: after each pass. Our addition.
 
     Inert fields are accepted, checked, and written to JSON; they have no effect on a mock engine without a network.
 
-    Stricter than the original are:
+    These checks are stricter than the original's:
 
-    - A value of a wrong type is an error; Dynamo's JSON takes the default instead. So are an unknown field in `sglang`
-      or `reasoning`, a key that is there twice, and a port above 65535.
+    - A value of a wrong type is an error; Dynamo's JSON takes the default instead. An unknown field in `sglang` or
+      `reasoning`, a duplicate key, and a port above 65535 are also errors.
     - Numbers must be finite.
-    - `sglang.schedule_policy` must be one that exists (there any other is "fifo"), `sglang.schedule_conservativeness`
-      at least 0, the other numbers of `sglang`, but for `clip_max_new_tokens`, at least 1; `reasoning.thinking_ratio`
-      must be from 0 to 1.
-    - A profile that cannot be read is an error in JSON, too; Dynamo's takes the polynomial model instead.
+    - `sglang.schedule_policy` must exist (the original reads any other value as "fifo").
+      `sglang.schedule_conservativeness` must be at least 0, the other numbers of `sglang`, except
+      `clip_max_new_tokens`, at least 1. `reasoning.thinking_ratio` must be from 0 to 1.
+    - An unreadable profile is an error in JSON, too; Dynamo's JSON takes the polynomial model instead.
 
     Raises:
-        ValueError: a field out of range. The message names the field, the given value and the allowed values.
+        ValueError: a field is out of range. The message names the field, the given value and the allowed values.
     """
 
     engine_type: EngineType = "vllm"
@@ -388,7 +387,7 @@ class MockEngineArgs:
             raise ValueError(
                 f"hand_over={self.hand_over!r} is for worker_type 'prefill', 'decode' or 'both', got 'aggregated'"
             )
-        assert self.pair_role is not None  # it raises for what does not go together
+        assert self.pair_role is not None  # it raises for a wrong combination
 
     def _check_sglang_pair(self) -> None:
         from pytest_kvmock.engines.sglang.pairs.sglang_options import SglangPairOptions
@@ -409,7 +408,7 @@ class MockEngineArgs:
 
     @property
     def hands_over_in_rooms(self) -> bool:
-        """Whether it hands over as SGLang's pairs do."""
+        """Whether it hands over like SGLang's pairs."""
         return self.hand_over == _IN_ROOMS
 
     @property
@@ -431,7 +430,7 @@ class MockEngineArgs:
         return PairRole(self.worker_type, self.hand_over, options or PairOptions())
 
     def _accept_rates(self, drafts: int) -> tuple[float, ...] | list[int]:
-        """The rates at which drafts are accepted, those beyond the drafts of a step cut off."""
+        """Return the acceptance rate of each draft of a step; further rates are cut off."""
         text = self.aic_nextn_accept_rates
         if text is None:
             return checked_acceptance(USUAL_RATES, drafts, "aic_nextn_accept_rates")
@@ -445,7 +444,7 @@ class MockEngineArgs:
         return rates[:drafts]
 
     def accepted_drafts(self, number: int) -> AcceptedDrafts | None:
-        """How many drafts each step of a worker with this number accepts; None if it has none."""
+        """Return the number of accepted drafts of each step of a worker with this number; None without drafts."""
         if self.aic_nextn is None:
             return None
         return AcceptedDrafts(self._accept_rates(self.aic_nextn), self.aic_nextn, self.aic_mtp_seed + number)
@@ -487,17 +486,17 @@ class MockEngineArgs:
 
     @property
     def scheduler_semantics(self) -> EngineSemantics:
-        """The release of Dynamo whose scheduler is followed: `semantics`, or the default of the engine type."""
+        """The release of Dynamo whose scheduler is modelled: `semantics`, or the default of the engine type."""
         return self.semantics or self.scheduler.default_release
 
     @property
     def release(self) -> Release:
-        """The differences of that release from others."""
+        """The differences of this release from others."""
         return SGLANG_PAIRS if self.hands_over_in_rooms else self.scheduler.releases[self.scheduler_semantics]
 
     @property
     def default_backend(self) -> str:
-        """The backend of an engine that names none."""
+        """The backend of an engine that does not name one."""
         return self.release.backend
 
     @property
@@ -507,17 +506,16 @@ class MockEngineArgs:
 
     @property
     def budget(self) -> int | None:
-        """The most tokens of prompts that one pass computes, whichever argument of the scheduler says so; None:
-        unlimited.
-        """
+        """Maximum number of prompt tokens in one pass, whichever argument of the scheduler sets it; None: unlimited."""
         group, _, name = self.scheduler.budget.rpartition(".")
         budget: int | None = getattr(self.sglang_options if group else self, name)
         return budget
 
     @property
     def most_tokens(self) -> int | None:
-        """The most tokens of a request, prompt and output together: `max_model_len`, or what all blocks hold; None:
-        any.
+        """Maximum length of a request, prompt and output together: `max_model_len`, or the tokens of all blocks.
+
+        None: unlimited.
         """
         if not self.release.length_fits_blocks:
             return self.max_model_len
@@ -526,17 +524,17 @@ class MockEngineArgs:
 
     @property
     def performance(self) -> PerformanceModel:
-        """The model that predicts times: `performance_model`, the profile that was read, or the polynomial model."""
+        """The model that predicts times: `performance_model`, the profile, or the polynomial model."""
         return self._model
 
     @property
     def sglang_options(self) -> SglangArgs:
-        """The arguments of SGLang's scheduler, with its defaults if none is set, and the block size as page size."""
+        """The arguments of SGLang's scheduler, with its defaults filled in, and the block size as page size."""
         return (self.sglang or SglangArgs()).filled(self.block_size)
 
     @property
     def gpus(self) -> int:
-        """How many GPUs a worker of these arguments stands for in reports: a rank has `tensor_parallel_size`."""
+        """Number of GPUs of a worker in reports: each rank has `tensor_parallel_size` GPUs."""
         of_rank: int = (self.inert or {}).get("tensor_parallel_size", 1)
         return of_rank * self.dp_size
 
@@ -546,7 +544,7 @@ class MockEngineArgs:
         return self.num_g2_blocks is not None and self.kv_bytes_per_token is not None
 
     def make_host(self) -> HostOffload | None:
-        """Make the host tier of one manager; None if there is none."""
+        """Return a new host tier for one manager; None without a host."""
         if self.num_g2_blocks is None or self.kv_bytes_per_token is None:
             return None
         from pytest_kvmock.engines.base.bandwidth import DEFAULT_GBPS
@@ -563,18 +561,18 @@ class MockEngineArgs:
 
     @property
     def needs_kv_publisher(self) -> bool:
-        """Whether the engine publishes events: not without prefix caching, and not as a decode worker."""
+        """Whether the engine publishes events: with prefix caching, and not as a decode worker (except in pairs)."""
         return self.enable_prefix_caching and (self.worker_type != "decode" or self.pair_role is not None)
 
     def handoff_ms(self, prompt_tokens: int, fresh_tokens: int | None = None) -> float:
-        """Return how long the KV cache of a prompt takes from the prefill to the decode engine, in ms, unrounded.
+        """Return the time to send the KV cache of a prompt from the prefill to the decode engine, in ms, unrounded.
 
-        Dynamo does not round it either. No speedup applies. 0 where `kv_bytes_per_token` or `kv_transfer_bandwidth` is
-        not set, or 0.
+        Dynamo does not round it either. No speedup applies. 0 if `kv_bytes_per_token` or `kv_transfer_bandwidth` is not
+        set, or 0.
 
         Args:
             prompt_tokens: length of the prompt.
-            fresh_tokens: tokens of the blocks that the decode engine has not cached: what is sent where
+            fresh_tokens: tokens of the blocks that the decode engine has not cached: only these are sent if
                 `kv_transfer_timing_mode` is "destination_missing".
         """
         if self.kv_transfer_timing_mode == "destination_missing" and fresh_tokens is not None:
@@ -585,10 +583,10 @@ class MockEngineArgs:
         return size / (self.kv_transfer_bandwidth * 1e9) * 1000.0
 
     def following(self, semantics: EngineSemantics | None) -> MockEngineArgs:
-        """Return the same arguments that follow this release of Dynamo, if they name none and their scheduler can.
+        """Return the arguments with this release of Dynamo, if they name none and their scheduler supports it.
 
         Raises:
-            ValueError: an argument is set that the release which they follow has not.
+            ValueError: an argument is set that their release does not have.
         """
         known = self.semantics is not None or semantics not in self.scheduler.releases
         args = self if known else self.replace(semantics=semantics)
@@ -604,18 +602,18 @@ class MockEngineArgs:
     # -------------------------------------------------------------------------------------------- reading and writing
 
     def replace(self, **changes: Any) -> MockEngineArgs:
-        """Return the same arguments with some changed. The block size stays; `block_size=0` chooses it again.
+        """Return the arguments with some changed. The block size stays; `block_size=0` chooses it again.
 
         Raises:
-            ValueError: no such field, or a value out of range.
+            ValueError: a field is unknown, or a value is out of range.
         """
         return replace_fields(self, **_arguments(changes))
 
     def to_dict(self) -> dict[str, Any]:
-        """Dynamo's JSON form, as Python objects.
+        """Return Dynamo's JSON form, as Python objects.
 
-        With `semantics="1.6.1"` that is the nested form, every key with its value. Else it is flat: all fields but our
-        additions and those of 1.6.1, and the host's fields if they are set.
+        With `semantics="1.6.1"` this is the nested form, every key with its value. Else it is the flat form: all fields
+        except our additions and those of 1.6.1, with the host's fields only if they are set.
         """
         if self.semantics is not None and self.release.takes_nested_arguments:
             return write_launch_config(self)
@@ -629,24 +627,24 @@ class MockEngineArgs:
         return values
 
     def to_json(self) -> str:
-        """Dynamo's JSON form (`to_dict`), laid out as by its `dump_json`."""
+        """Return Dynamo's JSON form (`to_dict`), in the layout of its `dump_json`."""
         return json.dumps(self.to_dict(), indent=2, ensure_ascii=False)
 
     @classmethod
     def from_json(cls, source: str | bytes | Mapping[str, Any], **additions: Any) -> MockEngineArgs:
         """Read Dynamo's JSON form. Absent fields have their defaults.
 
-        The nested form, which has `engine` or `dynamo`, means `semantics="1.6.1"`; what 1.6.1 refuses is refused there.
-        The flat one is that of the releases before, and follows the backend's where `semantics` names none. The older
-        keys `is_prefill` and `is_decode` are read if there is no `worker_type`; `has_perf_model` has no effect.
+        The nested form has `engine` or `dynamo`. It means `semantics="1.6.1"`, and refuses what 1.6.1 refuses. The flat
+        form is that of earlier releases, with the backend's release unless `semantics` names one. It reads the older
+        keys `is_prefill` and `is_decode` if there is no `worker_type`; `has_perf_model` has no effect.
 
         Args:
             source: the text, or a mapping such as `json.loads` returns.
-            **additions: fields that are not part of it: `semantics`, `performance_model`, `events_visible`,
+            **additions: fields outside the JSON: `semantics`, `performance_model`, `events_visible`,
                 `context_chunking_policy`, `publish_every`.
 
         Raises:
-            ValueError: no JSON, an unknown field, or a value out of range.
+            ValueError: invalid JSON, an unknown field, or a value out of range.
         """
         values = load_json(source) if isinstance(source, str | bytes) else source
         if not isinstance(values, Mapping):
@@ -669,26 +667,26 @@ class MockEngineArgs:
 
     @classmethod
     def from_profile(cls, profile: Any, *, explicit: Collection[str] | None = None, **engine: Any) -> MockEngineArgs:
-        """Make the arguments of an engine of a profile's size.
+        """Return the arguments of an engine of a profile's size.
 
-        Of the profile come `num_gpu_blocks` (its `num_blocks`), `block_size`, `enable_prefix_caching` (its
-        `prefix_caching`) and `dp_size`. Its `chunk`, if it has one, is the budget of a pass: `max_num_batched_tokens`
-        for vllm, `sglang.chunked_prefill_size` for sglang.
+        `num_gpu_blocks` (`num_blocks` in the profile), `block_size`, `enable_prefix_caching` (`prefix_caching` in the
+        profile) and `dp_size` come from the profile. Its `chunk`, if set, is the budget of a pass:
+        `max_num_batched_tokens` for vllm, `sglang.chunked_prefill_size` for sglang.
 
         Args:
-            profile: an `EngineProfile`, or what has its fields; engines do not import theirs.
-            explicit: names of fields that the profile sets explicitly; by default those that differ from their default.
-                One that `engine` sets too must be equal; what else the profile has gives way to `engine`.
+            profile: an `EngineProfile`, or an object with its fields; engines do not import the class.
+            explicit: names of fields that the profile sets explicitly; by default the fields that differ from their
+                default. If `engine` sets such a field too, both must be equal; `engine` overrides all other fields.
             **engine: fields of the arguments. A `block_size` of 0 counts as not given.
 
         Raises:
-            ValueError: a field contradicts one that the profile sets explicitly, is unknown, or out of range.
+            ValueError: a field contradicts an explicit field of the profile, is unknown, or is out of range.
         """
         given = _arguments(engine)
         asked = {**given, "sglang": read_group(SglangArgs, "sglang", given.get("sglang")) or SglangArgs()}
-        engine_type = given.get("engine_type", "vllm")  # an unknown one is refused below, with all else
+        engine_type = given.get("engine_type", "vllm")  # an unknown one is refused below, like all other faults
         spec = SCHEDULERS.get(engine_type if isinstance(engine_type, str) else "", SCHEDULERS["vllm"])
-        # By our name: how the user names it, and what he gave.
+        # By our name: the user's name for it, and the given value.
         theirs = {name: (name, given[name]) for name in _FROM_PROFILE if name in given}
         alias = spec.block_size_alias
         if alias is not None and _value(asked, alias) and not given.get("block_size"):
@@ -728,14 +726,14 @@ _JSON_FIELDS: Final = tuple(
 
 
 def _value(arguments: object, path: str) -> Any:
-    """Return an argument by its name, with a dot for one of a group; None also where the group is."""
+    """Return an argument by its name, or by group, dot and name; None if the group is None."""
     for name in path.split("."):
         arguments = arguments.get(name) if isinstance(arguments, dict) else getattr(arguments, name, None)
     return arguments
 
 
 def set_fields(profile: object) -> set[str]:
-    """Return the names of the fields that differ from their default; of what has no defaults, all."""
+    """Return the names of the fields that differ from their default; all names for an object without defaults."""
     if not is_dataclass(profile):
         return {*_FROM_PROFILE.values(), "chunk"}
     return {
@@ -744,7 +742,7 @@ def set_fields(profile: object) -> set[str]:
 
 
 def check_beyond_host(name: str, value: object) -> None:
-    """Raise a ValueError for one of `BEYOND_HOST` that asks for such a tier: it is not None, and not False."""
+    """Raise a ValueError if an argument of `BEYOND_HOST` requests such a tier: it is not None, and not False."""
     if value is not None and value is not False:
         raise ValueError(f"{name}={value!r:.80}: there are no tiers beyond the host; leave it out")
 
@@ -753,11 +751,11 @@ def _arguments(values: Mapping[str, Any], more: tuple[str, ...] = ()) -> dict[st
     """Return arguments by the names of their fields.
 
     Args:
-        values: what was given, by name.
+        values: the given values, by name.
         more: names that the user may write in addition to those of the fields.
 
     Raises:
-        ValueError: one is unknown, or is not built yet.
+        ValueError: a name is unknown, or an argument requests a tier beyond the host.
     """
     known = (*_JSON_FIELDS, *_SINCE_1_6, *_OURS)
     arguments = dict(values)

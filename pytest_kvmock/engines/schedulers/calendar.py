@@ -1,17 +1,17 @@
-"""Passes that only decode: which requests sleep through them and until when, and when the passes end.
+"""Passes that only decode: the requests that sleep through them, and the ends of the passes.
 
-Theory of operation. A request that runs and has its prompt behind it generates a token in each pass, and mostly
-touches no block. How many passes that goes on is known (`quiet_tokens`), so it sleeps until the first pass that does
-more, or until it wakes for another reason: it is preempted, called off or looked at. Of the passes it has slept through
-only the ends are kept, in one row for all; it has a token for each. What a run costs is by request and by block, and
-not by token.
+Theory of operation. A running request whose prompt is computed generates a token in each pass, and mostly touches no
+block. The number of such quiet passes is known (`quiet_tokens`). So the request sleeps until the first pass that does
+more, or until it wakes for another reason: it is preempted, called off or inspected. Only the ends of slept passes are
+kept, in one list for all requests; each end is one token of the request. So the cost of a run depends on requests and
+blocks, not on tokens.
 
-How long such passes take: Dynamo's default model depends only on the tokens in use, of which there are as many values
-as an engine has tokens, and a trace meets the same ones again and again. So durations are kept in an array by tokens, 8
-bytes each, which engines alike share, and the passes of a plan, whose tokens grow by the same number each, are a slice
-of it with that step. What is not known yet is 0 there (no pass takes so little), and is asked for one by one. A model
-of another kind is asked each time, as it goes by the mean length too, and a user's own may use anything. Sums are made
-pass by pass, as the original makes them: so all moments are the same to the bit, however they are found.
+The duration of such passes: Dynamo's default model depends only on the tokens in use. These have no more values than an
+engine has tokens, and a trace meets the same values many times. So durations are kept in an array by tokens, 8 bytes
+each, which equal engines share. The tokens of the passes of a plan grow by a constant step, so their durations are a
+slice of the array with this step. An unknown duration is 0 there (no pass takes 0 ms), and is computed one by one. Any
+other model is called each time, because it also depends on the mean length, or, if it is the user's, on anything. Sums
+are made pass by pass, as in the original, so all times are equal to the bit, however they are found.
 """
 
 from __future__ import annotations
@@ -31,27 +31,27 @@ if TYPE_CHECKING:
     from pytest_kvmock.engines.schedulers.performance import PerformanceModel
 
 _ENDS_KEPT: Final = 2**16
-"""About how many passes' ends are kept before all requests are woken."""
+"""Approximate number of ends that are kept before all requests are woken."""
 
 _KEPT: Final = 2**21
-"""Most durations that are kept, 16 MB."""
+"""Maximum number of durations that are kept, 16 MB."""
 
 _TABLES: Final[WeakValueDictionary[tuple[PerformanceModel, int, float], array[float]]] = WeakValueDictionary()
-"""The durations by model, tokens of all blocks and speedup, while an engine that has these is there."""
+"""The durations by model, tokens of all blocks and speedup, as long as an engine with these exists."""
 
 _AT_ONCE: Final = 64
-"""Passes that are looked up between two looks at the time."""
+"""Number of passes that are looked up between two checks of the time."""
 
 
 place_of: Final = attrgetter("place")
-"""The place of a request among those that run."""
+"""The place of a request among the running ones."""
 
 
 class Calendar:
-    """The running requests of one scheduler that sleep, by the pass that each is due in.
+    """The sleeping requests of one scheduler, by the pass in which each is due.
 
     Attributes:
-        passes: how many passes have been run.
+        passes: number of passes that were run.
     """
 
     __slots__ = ("_due", "_ends", "_first", "_lengths", "_since", "_slept", "passes")
@@ -59,12 +59,12 @@ class Calendar:
     def __init__(self) -> None:
         self.passes = 0
         self._ends: list[float] = []
-        self._first = 0  # the number of the pass that the first of these is of
+        self._first = 0  # number of the pass of the first end
         self._since: dict[ScheduledRequest, int] = {}
-        # (pass, number of the sleep, request): one that has woken before its time is woken again for nothing.
+        # (pass, number of the sleep, request); a stale entry of a request that woke early may end its next sleep early.
         self._due: list[tuple[int, int, ScheduledRequest]] = []
         self._slept = 0
-        self._lengths = 0  # of all that sleep, each less the passes that had been run when it fell asleep
+        self._lengths = 0  # sum over the sleepers: each length less the number of passes when it fell asleep
 
     def __len__(self) -> int:
         return len(self._since)
@@ -74,22 +74,22 @@ class Calendar:
 
     @property
     def sleepers(self) -> list[ScheduledRequest]:
-        """All requests that sleep, in the order in which they run."""
+        """All sleeping requests, in the order in which they run."""
         return sorted(self._since, key=place_of)
 
     @property
     def tokens(self) -> int:
-        """The lengths of all that sleep together, tokens of the passes that they slept through included."""
+        """Sum of the lengths of all sleepers, including the tokens of slept passes."""
         return self._lengths + self.passes * len(self._since)
 
     @property
     def quiet_passes(self) -> int:
-        """How many passes are left before the first request is due."""
+        """Number of passes before the first request is due."""
         return self._due[0][0] - self.passes if self._since else 0
 
     @property
     def is_full(self) -> bool:
-        """Whether all should be woken, as too many ends are kept."""
+        """Whether all should be woken, because too many ends are kept."""
         return len(self._ends) > _ENDS_KEPT
 
     def sleep(self, request: ScheduledRequest, passes: int) -> None:
@@ -101,7 +101,7 @@ class Calendar:
         heappush(self._due, (now + passes, self._slept, request))
 
     def wake(self, request: ScheduledRequest) -> list[float]:
-        """Wake a request that sleeps; returns when the passes ended that it has slept through."""
+        """Wake a request; return the ends of the passes that it slept through."""
         since = self._since.pop(request)
         self._lengths -= request.prompt_tokens + request.generated_tokens - since
         missed = self._ends[since - self._first :]
@@ -111,7 +111,7 @@ class Calendar:
         return missed
 
     def due(self, passes: int) -> list[ScheduledRequest]:
-        """Return those that are due when `passes` more passes are run, in their order; each is to be woken."""
+        """Return the requests that are due after `passes` more passes, in running order; the caller wakes each."""
         due, now = self._due, self.passes + passes
         found: dict[ScheduledRequest, None] = {}
         while due and due[0][0] <= now:
@@ -121,7 +121,7 @@ class Calendar:
         return sorted(found, key=place_of) if len(found) > 1 else list(found)
 
     def ran(self, ends: list[float]) -> None:
-        """Note passes that were run, by their ends."""
+        """Record passes that were run, by their ends."""
         if self._since:
             if not self._ends:
                 self._first = self.passes
@@ -130,39 +130,39 @@ class Calendar:
 
 
 class DecodeTimes:
-    """Knows how long the decode of a pass takes.
+    """The durations of decode passes.
 
     Args:
-        model: predicts it.
+        model: the model that predicts them.
         total_tokens: tokens of all blocks.
-        speedup: what times are divided by.
+        speedup: divisor of times.
     """
 
     __slots__ = ("_kept", "_model", "_speedup", "_total")
 
     def __init__(self, model: PerformanceModel, total_tokens: int, speedup: float) -> None:
         self._model, self._total, self._speedup = model, total_tokens, speedup
-        # By tokens, those that were asked for, others 0; as long as the largest of them. None: they are not kept.
+        # Durations by tokens, 0 if not computed yet; it ends behind the largest known one. None: they are not kept.
         self._kept: array[float] | None = None
         if type(model) is PolynomialModel:
             self._kept = _TABLES.setdefault((model, total_tokens, speedup), array("d"))
 
     def ms(self, tokens: int, count: int) -> float:
-        """Return how long a pass takes.
+        """Return the duration of a pass.
 
         Args:
-            tokens: lengths of the requests that get a token, together.
-            count: how many these are.
+            tokens: sum of the lengths of the requests that get a token.
+            count: number of these requests.
         """
         return rounded_ms(self._model.decode_ms(tokens, self._total, tokens // count), self._speedup)
 
     def ends(self, now_ms: float, until_ms: float, lengths: range) -> list[float]:
-        """Return when passes end that follow each other, as long as each starts before a moment.
+        """Return the ends of consecutive passes that start before `until_ms`.
 
         Args:
-            now_ms: when the first starts; before `until_ms`.
-            until_ms: the moment.
-            lengths: of each pass the lengths of its requests together; its step is how many these are.
+            now_ms: start of the first pass; before `until_ms`.
+            until_ms: no pass starts at this time or later.
+            lengths: for each pass the sum of its requests' lengths; the step is the number of requests.
         """
         ends: list[float] = []
         end = now_ms
@@ -176,7 +176,7 @@ class DecodeTimes:
                     ends.append(end)
                 continue
             found = list(accumulate(self._known(some), initial=end))
-            # The first starts at the first of these moments, the next when it ends, and so on.
+            # The first pass starts at the first of these times, the next when it ends, and so on.
             started = bisect_left(found, until_ms)
             ends += found[1 : started + 1]
             if started < len(found):
@@ -185,7 +185,7 @@ class DecodeTimes:
         return ends
 
     def _known(self, lengths: range) -> array[float]:
-        """Return the durations of passes by the lengths of their requests together."""
+        """Return the durations of passes by the sum of their requests' lengths."""
         kept, last = self._kept, lengths[-1]
         assert kept is not None
         if last >= _KEPT:

@@ -1,6 +1,6 @@
 """The JSON forms of an engine's arguments: flat before Dynamo 1.6, nested since.
 
-One subject: which key is which field of `MockEngineArgs`, and what 1.6.1 refuses (`_normalize_mocker_config`).
+One subject: the keys of the fields of `MockEngineArgs`, and what 1.6.1 refuses (`_normalize_mocker_config`).
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ INERT: Final[Mapping[str, Any]] = MappingProxyType(
         "dynamo.response_replay_trace_path": None,
     }
 )
-"""What acts on no mock engine of this form, by its path, with its default."""
+"""Arguments of this form that have no effect on a mock engine, by path, with their defaults."""
 
 _LEAST_BLOCK: Final[Mapping[str, int]] = MappingProxyType({"vllm": 2, "sglang": 1, "trtllm": 2})
-"""The engines that are modelled, and the fewest tokens of a block."""
+"""The modelled engines, each with the minimum number of tokens of a block."""
 
 _ALWAYS_CHUNKS: Final = ("sglang",)
 
@@ -96,11 +96,11 @@ _DROPPED: Final[Mapping[str, str]] = MappingProxyType(
         "num_g2_blocks": "host memory is native_host_offload now, which is not modelled",
     }
 )
-"""What the flat form has and 1.6.1 refuses."""
+"""Arguments of the flat form that 1.6.1 refuses."""
 
 
 def is_launch_config(values: Mapping[str, Any]) -> bool:
-    """Whether arguments have the nested form: they have `engine` or `dynamo`, which no flat ones have."""
+    """Return whether arguments have the nested form: only this has `engine` or `dynamo`."""
     return "engine" in values or "dynamo" in values
 
 
@@ -108,7 +108,7 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of `MockEngineArgs` that nested arguments set.
 
     Raises:
-        ValueError: a key is unknown, its value is one that 1.6.1 refuses, or it asks for what no mock engine has.
+        ValueError: a key is unknown, 1.6.1 refuses its value, or it requests something that no mock engine has.
     """
     engine = _group(values, "engine", (*_ENGINE, *_BYTES, "backend", "sglang", "timing_model", *_NOT_MODELLED))
     dynamo = _group(values, "dynamo", _DYNAMO)
@@ -149,7 +149,7 @@ def read_launch_config(values: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(kind: str, engine: Mapping[str, Any], inert: Mapping[str, Any]) -> None:
-    """Refuse what 1.6.1 refuses and its predecessors take."""
+    """Raise a ValueError for values that 1.6.1 refuses and earlier releases accept."""
     least = _LEAST_BLOCK[kind]
     check_integer("engine.block_size", engine.get("block_size", least), least, f" (tokens) for {kind} in 1.6.1")
     size, chunk = engine.get("block_size", least), SglangArgs().filled(1).chunked_prefill_size or 0
@@ -197,9 +197,9 @@ def _timing(model: object) -> dict[str, Any]:
 
 
 def write_launch_config(args: Any) -> dict[str, Any]:
-    """Return `MockEngineArgs` in the nested form, every key with its value, as `_normalize_mocker_config` fills it.
+    """Return `MockEngineArgs` in the nested form, every key with its value, as filled by `_normalize_mocker_config`.
 
-    A performance model of the user's own has no form there: `timing_model` is left out then.
+    The form has no place for a performance model of the user's own: `timing_model` is then left out.
     """
     options = asdict(args.sglang_options)
     engine = {"backend": args.engine_type} | {name: getattr(args, name) for name in _ENGINE}
@@ -224,7 +224,7 @@ def write_launch_config(args: Any) -> dict[str, Any]:
 
 
 def _inert(group: str) -> list[str]:
-    """The names of what is inert in a group."""
+    """Return the names of the inert arguments of a group."""
     parts = [path.rpartition(".") for path in INERT]
     return [name for of, _, name in parts if of == group]
 
@@ -264,10 +264,10 @@ effect."""
 
 
 def without_json_only(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what JSON says without the keys that are not fields; the older ones become `worker_type`.
+    """Return the JSON values without the keys that are not fields; `is_prefill` or `is_decode` becomes `worker_type`.
 
     Raises:
-        ValueError: one is of a wrong type, or `is_prefill` and `is_decode` are both true.
+        ValueError: such a key has a wrong type, or `is_prefill` and `is_decode` are both true.
     """
     arguments = dict(values)
     for name in JSON_ONLY:
@@ -286,7 +286,7 @@ def load_json(text: str | bytes) -> object:
     """Read JSON text.
 
     Raises:
-        ValueError: it is invalid, or a key is there twice.
+        ValueError: it is invalid, or has a key twice.
     """
     try:
         return json.loads(text, object_pairs_hook=_without_repetition)

@@ -1,4 +1,4 @@
-"""What `MockEngineArgs` is made of: its two groups, what it takes of a profile, and how arguments are checked."""
+"""Parts of `MockEngineArgs`: its two groups, and the checks of arguments."""
 
 from __future__ import annotations
 
@@ -46,18 +46,16 @@ def check_integer_range(name: str, value: object, least: int, most: int = MOST_C
 
 
 def check_choice(name: str, value: object, allowed: tuple[str, ...]) -> None:
-    """Raise a ValueError where `value` is not one of the names allowed: "name: got 'fial'; did you mean 'fail'?
-    allowed: fail".
-    """
+    """Raise a ValueError unless `value` is an allowed name: "name: got 'fial'; did you mean 'fail'? allowed: fail"."""
     if not isinstance(value, str) or value not in allowed:
         raise ValueError(f"{name}: {not_allowed_text(value, allowed)}")
 
 
 def read_group(cls: type[_G], name: str, given: object) -> _G | None:
-    """Return a group of arguments: given as such, as a mapping of its fields, or None.
+    """Return a group of arguments that was given as an object, as a mapping of its fields, or as None.
 
     Raises:
-        ValueError: it is none of these, a field is unknown or missing, or out of range. The message begins with the
+        ValueError: it is none of these, or a field is unknown, missing or out of range. The message begins with the
             name.
     """
     if given is None or isinstance(given, cls):
@@ -70,26 +68,25 @@ def read_group(cls: type[_G], name: str, given: object) -> _G | None:
             raise ValueError(unknown_text(f"field of {name}", field, known))
     try:
         return cls(**given)
-    except TypeError:  # one without a default
+    except TypeError:  # a missing field without a default
         missing = ", ".join(field for field in known if field not in given)
         raise ValueError(f"{name} needs all of {', '.join(known)}; missing: {missing}") from None
 
 
 @dataclass(frozen=True, slots=True)
 class SglangArgs:
-    """The arguments of SGLang's scheduler. None means the default of the scheduler, named below.
+    """The arguments of SGLang's scheduler. None means the scheduler's default, given in parentheses.
 
     Attributes:
-        schedule_policy: "fifo" or "fcfs" (the same): in order of arrival, the default; "lpm": longest cached prefix
-            first.
+        schedule_policy: "lpm": longest cached prefix first; "fifo" or "fcfs" (the same): in order of arrival ("fifo").
         page_size: tokens a page, at least 1: another name of `block_size`.
-        max_prefill_tokens: how many tokens may be admitted in one pass, at least 1; 16384.
-        chunked_prefill_size: prefill in chunks of this many tokens, at least 1, a multiple of the page size; 8192.
-        clip_max_new_tokens: most output tokens of a request for which admission reserves room, at least 0; 4096.
-        schedule_conservativeness: how much of that room is reserved, as a factor, finite and at least 0; 1.0.
+        max_prefill_tokens: maximum number of tokens that are admitted in one pass, at least 1 (16384).
+        chunked_prefill_size: tokens of a prefill chunk, at least 1, a multiple of the page size (8192).
+        clip_max_new_tokens: maximum output tokens of a request for which admission reserves room, at least 0 (4096).
+        schedule_conservativeness: the part of this room that is reserved, as a factor, finite and at least 0 (1.0).
 
     Raises:
-        ValueError: a field out of range. The message names the field, the given value and the allowed values.
+        ValueError: a field is out of range. The message names the field, the given value and the allowed values.
     """
 
     schedule_policy: SchedulePolicy | None = None
@@ -117,7 +114,7 @@ class SglangArgs:
         """Return these arguments with the scheduler's defaults in place of None.
 
         Args:
-            block_size: tokens a block of the engine, which is the page size.
+            block_size: tokens a block of the engine; this is the page size.
         """
         defaults = {
             "schedule_policy": "fifo",
@@ -132,15 +129,15 @@ class SglangArgs:
 
 @dataclass(frozen=True, slots=True)
 class ReasoningConfig:
-    """How much of the output of a request is reasoning, and the tokens around it.
+    """The share of reasoning in a request's output, and the tokens around it.
 
     Attributes:
         start_thinking_token_id: the first token of the reasoning, a token id below 2**32.
         end_thinking_token_id: its last token, a token id below 2**32.
-        thinking_ratio: how much of the output is reasoning, from 0 to 1.
+        thinking_ratio: share of reasoning in the output, from 0 to 1.
 
     Raises:
-        ValueError: a field out of range. The message names the field, the given value and the allowed values.
+        ValueError: a field is out of range. The message names the field, the given value and the allowed values.
     """
 
     start_thinking_token_id: int
@@ -154,16 +151,16 @@ class ReasoningConfig:
         object.__setattr__(self, "thinking_ratio", ratio)
 
     def num_thinking_tokens(self, max_output_tokens: int) -> int:
-        """Return how many of the output tokens of a request are reasoning, those around it included.
+        """Return the number of a request's output tokens that are reasoning, including the start and end tokens.
 
-        0 if there is no room for both of those, or where the share of reasoning is less than a token; else the share,
-        rounded down, and at least 2.
+        0 if there is no room for the start and end tokens, or if the share of reasoning is less than a token; else the
+        share, rounded down, and at least 2.
         """
         share = int(max_output_tokens * self.thinking_ratio)
         return 0 if max_output_tokens < 2 or share == 0 else min(max(share, 2), max_output_tokens)
 
     def token_at(self, position: int, max_output_tokens: int) -> int | None:
-        """Return the token that an output token must be, by its position from 0; None if it may be any."""
+        """Return the required output token at a position from 0; None if any token is allowed."""
         count = self.num_thinking_tokens(max_output_tokens)
         if position >= count:
             return None

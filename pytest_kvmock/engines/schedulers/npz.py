@@ -1,7 +1,7 @@
 """A reader of arrays of numbers from `.npz` files, without numpy.
 
-An `.npz` file is a zip archive of `.npy` members. Of the `.npy` format all three versions are read, in C and in Fortran
-order, of either byte order; of numpy's types those of numbers: floats and integers of 4 and 8 bytes.
+An `.npz` file is a zip archive of `.npy` members. The reader takes all three versions of the `.npy` format, C and
+Fortran order, and either byte order. It takes numpy's types of numbers: floats and integers of 4 and 8 bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class NpyArray:
     Attributes:
         shape: its length in each dimension.
         values: its numbers in C order: the last dimension varies fastest.
-        dtype: the type that the file gives, "<f8" for what is float64 almost everywhere.
+        dtype: the type in the file; float64 is "<f8" almost everywhere.
     """
 
     shape: tuple[int, ...]
@@ -39,11 +39,11 @@ class NpyArray:
 
 
 def read_npz(path: Path, names: Sequence[str]) -> dict[str, NpyArray]:
-    """Read some arrays of an `.npz` file, by name; others in it are left alone.
+    """Return some arrays of an `.npz` file, by name; other arrays are ignored.
 
     Raises:
-        ValueError: there is no such file, it is not an `.npz` file, an array is missing or cannot be read. The message
-            has the path, and the array's name.
+        ValueError: the file does not exist or is not an `.npz` file, or an array is missing or cannot be read. The
+            message has the path, and the array's name.
     """
     import zlib  # imported on first use
     from zipfile import BadZipFile, ZipFile
@@ -71,14 +71,14 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NpyArray]:
             return arrays
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
-    except (BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:  # of its directory
+    except (BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:  # in the archive's directory
         raise ValueError(f"{path} is not an .npz file (a zip archive of .npy arrays): {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None
 
 
 def _members(archive: ZipFile) -> dict[str, str]:
-    """The names in the archive by that of their array; Dynamo reads members without the suffix, too."""
+    """Return the names of the members by the names of their arrays; as in Dynamo, the suffix is optional."""
     return {name.removesuffix(".npy"): name for name in archive.namelist()}
 
 
@@ -86,7 +86,7 @@ def parse_npy(data: bytes) -> NpyArray:
     """Parse the content of an `.npy` file.
 
     Raises:
-        ValueError: it is not of this format, or holds something else than numbers.
+        ValueError: the format is wrong, or the values are not numbers.
     """
     if not data.startswith(_MAGIC) or len(data) < 10:
         raise ValueError("it is not an .npy array")

@@ -1,11 +1,11 @@
-"""Performance models, how long prefill and decode of one pass take, and virtual time, in which they are summed.
+"""Performance models, which predict the prefill and decode times of one pass, and sums of virtual time.
 
 A model returns milliseconds as a float, neither rounded nor divided by a speedup: `rounded_ms` does both.
-Rules and figures are those of Dynamo's mocker 1.2.1, equal to the bit, and of 1.6.1 where `semantics` asks for them.
+Rules and figures are those of Dynamo's mocker 1.2.1, equal to the bit, and of 1.6.1 if `semantics` says so.
 
-There is no clock here. A moment is a number of milliseconds that the caller passes, as in Dynamo's mocker, whose sums
-are repeated to the bit: a duration is rounded to whole nanoseconds when it is made, and once more when a speedup
-divides it (`Duration::from_secs_f64`: exact, ties to even); it is added to a moment as its seconds times 1,000.
+There is no clock here. As in Dynamo's mocker, a time is a number of milliseconds that the caller passes. Sums are equal
+to the mocker's to the bit: a duration is rounded to whole nanoseconds when it is made, and again when a speedup divides
+it (`Duration::from_secs_f64`: exact, ties to even). It is added to a time as its seconds times 1,000.
 """
 
 from __future__ import annotations
@@ -23,33 +23,33 @@ from typing import Any, Final, Literal, Protocol, SupportsFloat, TypeAlias, Type
 from pytest_kvmock.values.checks import not_allowed_text
 
 Semantics: TypeAlias = Literal["1.2.1", "1.6.1"]
-"""The release of Dynamo whose rules are followed."""
+"""The release of Dynamo whose rules apply."""
 
 SEMANTICS: Final[tuple[Semantics, ...]] = ("1.2.1", "1.6.1")
 
 
 @runtime_checkable
 class PerformanceModel(Protocol):
-    """What predicts how long a pass takes. Any object with these two methods is one."""
+    """Predicts the duration of a pass. Any object with these two methods is a performance model."""
 
     def prefill_ms(self, batch: int, isl: int, prefix: int) -> float:
-        """Return how long the prefill of a pass takes.
+        """Return the duration of the prefill of a pass.
 
         Args:
-            batch: how many requests have prompt tokens computed in this pass.
-            isl: mean of their prompt tokens up to the end of the pass, those reused included, rounded down.
-            prefix: mean of those that were computed or reused before, rounded down.
+            batch: number of requests with prompt tokens in this pass.
+            isl: mean number of their prompt tokens up to the end of the pass, reused tokens included, rounded down.
+            prefix: mean number of the tokens that were computed or reused before, rounded down.
 
         Returns:
             Milliseconds: finite, at least 0.
         """
 
     def decode_ms(self, active_kv_tokens: int, total_kv_tokens: int, context_length: int) -> float:
-        """Return how long the decode step of a pass takes.
+        """Return the duration of the decode step of a pass.
 
         Args:
-            active_kv_tokens: tokens of the blocks in use; from 1.6.1 on the lengths of the requests that get one,
-                together.
+            active_kv_tokens: tokens of the blocks in use; from 1.6.1 on, the sum of the lengths of the requests that
+                get a token.
             total_kv_tokens: tokens of all blocks.
             context_length: mean length of the requests that get a token, in tokens, rounded down.
 
@@ -65,17 +65,17 @@ def _check_semantics(semantics: object) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PolynomialModel:
-    """Dynamo's default model: polynomials of new tokens, and of the share of the cache that is in use.
+    """Dynamo's default model: polynomials of the new tokens, and of the share of the cache in use.
 
     With n = batch * (isl - prefix) new tokens, prefill takes 4.209989e-07 n² + 1.518344e-02 n + 16.50142 ms. With a
     share p of the KV cache in use, decode takes -25.74 p² + 54.01 p + 5.74 ms, at least 1.
 
     Attributes:
-        semantics: by "1.2.1", prefill of no new token takes the constant, and p may be above 1; later it takes 0 ms,
+        semantics: in "1.2.1", a prefill without new tokens takes the constant, and p may exceed 1; later it takes 0 ms,
             and p is at most 1.
 
     Raises:
-        ValueError: no such semantics.
+        ValueError: `semantics` is unknown.
     """
 
     semantics: Semantics = "1.2.1"
@@ -84,7 +84,7 @@ class PolynomialModel:
         _check_semantics(self.semantics)
 
     def prefill_ms(self, batch: int, isl: int, prefix: int) -> float:
-        """Return how long the prefill of a pass takes; see `PerformanceModel`."""
+        """Return the duration of the prefill of a pass; see `PerformanceModel`."""
         tokens = batch * max(0, isl - prefix)
         if not tokens and self.semantics != "1.2.1":
             return 0.0
@@ -92,11 +92,11 @@ class PolynomialModel:
         return 4.209989e-07 * (new * new) + 1.518344e-02 * new + 16.50142
 
     def decode_ms(self, active_kv_tokens: int, total_kv_tokens: int, context_length: int) -> float:  # noqa: ARG002 - the protocol's
-        """Return how long the decode step of a pass takes; see `PerformanceModel`."""
+        """Return the duration of the decode step of a pass; see `PerformanceModel`."""
         share = active_kv_tokens / (total_kv_tokens or 1)
         if share > 1.0 and self.semantics != "1.2.1":
             share = 1.0
-        # As the original: the square first. -25.74 * p * p differs in the last bit.
+        # As in the original, the square comes first: -25.74 * p * p differs in the last bit.
         return max(1.0, -25.74 * (share * share) + 54.01 * share + 5.74)
 
 
@@ -104,21 +104,21 @@ class PolynomialModel:
 class InterpolatedModel:
     """A model that interpolates measured times: prefill by new tokens, decode by tokens in use and context length.
 
-    Between points it is linear (decode: bilinear), and beyond the outermost ones it goes on as between the last two.
-    Prefill takes at least 0 ms, decode at least 1 ms.
+    It is linear between points (decode: bilinear), and extrapolates with the outermost segments. Prefill takes at least
+    0 ms, decode at least 1 ms.
 
     Attributes:
-        prefill_isl: tokens, strictly ascending, at least two.
-        prefill_ttft_ms: how long the prefill takes, one for each of `prefill_isl`.
-        decode_active_kv_tokens: tokens in use, strictly ascending, at least two.
-        decode_context_length: tokens, strictly ascending, at least two.
-        decode_itl: how long a decode step takes in ms: a row for each of `decode_active_kv_tokens`, in it one for each
-            of `decode_context_length`.
-        semantics: by "1.2.1", the prefill of no new token is extrapolated, too; later it takes 0 ms.
+        prefill_isl: numbers of tokens, strictly ascending, at least two.
+        prefill_ttft_ms: prefill times, one for each of `prefill_isl`.
+        decode_active_kv_tokens: numbers of tokens in use, strictly ascending, at least two.
+        decode_context_length: numbers of tokens, strictly ascending, at least two.
+        decode_itl: times of a decode step in ms: a row for each of `decode_active_kv_tokens`, with a time for each of
+            `decode_context_length`.
+        semantics: in "1.2.1", a prefill without new tokens is also extrapolated; later it takes 0 ms.
 
     Raises:
-        ValueError: lengths that do not fit, an axis that does not ascend, fewer than two points, a number that is not
-            finite, or no such semantics.
+        ValueError: lengths do not fit, an axis does not ascend or has fewer than two points, a number is not finite, or
+            `semantics` is unknown.
     """
 
     prefill_isl: Sequence[float]
@@ -145,13 +145,13 @@ class InterpolatedModel:
 
     @classmethod
     def from_npz(cls, path: str | PathLike[str], *, semantics: Semantics = "1.2.1") -> InterpolatedModel:
-        """Read a profile file as Dynamo's planner writes it: `.npz`, with an array for each attribute.
+        """Read a profile file of Dynamo's planner: `.npz`, with an array for each attribute.
 
-        Dynamo reads float64 alone; float32, and integers of 32 and 64 bits, are read here, too.
+        Dynamo reads only float64; this method also reads float32, and integers of 32 and 64 bits.
 
         Raises:
-            ValueError: no such file, it is not an `.npz` file, an array is missing, of another shape or type, or its
-                numbers are not as above. The message has the path.
+            ValueError: the file does not exist or is not an `.npz` file, an array is missing or has a wrong shape or
+                type, or its numbers break the rules above. The message has the path.
         """
         from pytest_kvmock.engines.schedulers.npz import read_npz  # imported on first use
 
@@ -172,7 +172,7 @@ class InterpolatedModel:
             raise ValueError(f"{file}: {error}") from None
 
     def prefill_ms(self, batch: int, isl: int, prefix: int) -> float:
-        """Return how long the prefill of a pass takes; see `PerformanceModel`."""
+        """Return the duration of the prefill of a pass; see `PerformanceModel`."""
         tokens = batch * max(0, isl - prefix)
         if not tokens and self.semantics != "1.2.1":
             return 0.0
@@ -181,10 +181,10 @@ class InterpolatedModel:
         return max(0.0, _line(axis[left], times[left], axis[left + 1], times[left + 1], tokens))
 
     def decode_ms(self, active_kv_tokens: int, total_kv_tokens: int, context_length: int) -> float:  # noqa: ARG002 - the protocol's
-        """Return how long the decode step of a pass takes; see `PerformanceModel`."""
+        """Return the duration of the decode step of a pass; see `PerformanceModel`."""
         active, context, times = self.decode_active_kv_tokens, self.decode_context_length, self.decode_itl
         row, column = _segment(active, active_kv_tokens), _segment(context, context_length)
-        # In the original's order, along the tokens in use first: the other way round differs in the last bits.
+        # In the original's order, first along the tokens in use: the other order differs in the last bits.
         below, above = (
             _line(active[row], times[row][at], active[row + 1], times[row + 1][at], active_kv_tokens)
             for at in (column, column + 1)
@@ -203,7 +203,7 @@ _DIMENSIONS: Final = {
 
 
 def _segment(axis: Sequence[float], at: float) -> int:
-    """Return the number of the segment of the axis in which a point lies; the outermost ones reach on forever."""
+    """Return the number of the segment of the axis that has a point; the outermost segments have no end."""
     return min(max(bisect_right(axis, at) - 1, 0), len(axis) - 2)
 
 
@@ -242,18 +242,18 @@ DecodeTime: TypeAlias = Callable[[int, int, int], float] | float
 
 @dataclass(frozen=True, slots=True)
 class CallableModel:
-    """A model of two callables, or of times that are always the same.
+    """A model of two callables, or of constant times.
 
-    `CallableModel(prefill=lambda batch, isl, prefix: batch * (isl - prefix) * 0.5, decode=10)` computes a prompt token
-    in half a millisecond, and makes every decode step 10 ms long.
+    With `CallableModel(prefill=lambda batch, isl, prefix: batch * (isl - prefix) * 0.5, decode=10)`, a prompt token
+    takes half a millisecond, and every decode step 10 ms.
 
     Attributes:
         prefill: called with `batch`, `isl` and `prefix` of `PerformanceModel.prefill_ms`; or a number of milliseconds.
         decode: called with `active_kv_tokens`, `total_kv_tokens` and `context_length` of `decode_ms`; or a number.
 
     Raises:
-        ValueError: one of them is neither callable nor a finite number of at least 0; or, when it is called, what it
-            returns is no such number.
+        ValueError: one of them is neither callable nor a finite number of at least 0, or it returns no such number when
+            it is called.
     """
 
     prefill: PrefillTime
@@ -266,10 +266,10 @@ class CallableModel:
                 raise ValueError(f"{name} must be callable, or {_A_TIME}, got {value!r:.80}")
 
     def prefill_ms(self, batch: int, isl: int, prefix: int) -> float:
-        """Return how long the prefill of a pass takes; see `PerformanceModel`.
+        """Return the duration of the prefill of a pass; see `PerformanceModel`.
 
         Raises:
-            ValueError: the callable returned something else than a finite number of at least 0.
+            ValueError: the callable did not return a finite number of at least 0.
         """
         if not callable(self.prefill):
             return float(self.prefill)
@@ -279,10 +279,10 @@ class CallableModel:
         raise ValueError(f"prefill time for {batch=}, {isl=}, {prefix=} must be {_A_TIME}, got {ms!r:.80}")
 
     def decode_ms(self, active_kv_tokens: int, total_kv_tokens: int, context_length: int) -> float:
-        """Return how long the decode step of a pass takes; see `PerformanceModel`.
+        """Return the duration of the decode step of a pass; see `PerformanceModel`.
 
         Raises:
-            ValueError: the callable returned something else than a finite number of at least 0.
+            ValueError: the callable did not return a finite number of at least 0.
         """
         if not callable(self.decode):
             return float(self.decode)
@@ -301,15 +301,15 @@ def _is_time(value: object) -> TypeGuard[SupportsFloat]:
 
 
 def make_performance_model(given: object, semantics: Semantics = "1.2.1") -> PerformanceModel:
-    """Make a performance model from a user's argument.
+    """Return the performance model for a user's argument.
 
     Args:
-        given: None for the polynomial model; a `PerformanceModel`, one of the user's own too, whose results are
-            checked; a pair of callables or of numbers of milliseconds, as `CallableModel` takes them.
-        semantics: of the polynomial model.
+        given: None for the polynomial model; or a `PerformanceModel` (if it is the user's own, its results are
+            checked); or a pair of callables or of milliseconds for `CallableModel`.
+        semantics: semantics of the polynomial model.
 
     Raises:
-        ValueError: none of these.
+        ValueError: the argument is none of these.
     """
     if given is None:
         return PolynomialModel(semantics)
@@ -338,7 +338,7 @@ def whole_nanoseconds(seconds: float) -> int:
     if not 0 <= seconds < math.inf:
         raise ValueError(f"a duration must be a finite number of seconds of at least 0, got {seconds!r}")
     near = seconds * _NS
-    if near < 2**40 and abs(near % 1.0 - 0.5) > _NEAR_TIE:  # the product is off by far less
+    if near < 2**40 and abs(near % 1.0 - 0.5) > _NEAR_TIE:  # the error of the product is far smaller
         return round(near)
     numerator, denominator = seconds.as_integer_ratio()
     whole, rest = divmod(numerator * _NS, denominator)
@@ -348,7 +348,7 @@ def whole_nanoseconds(seconds: float) -> int:
 
 
 def _seconds(nanoseconds: int) -> float:
-    """The seconds of a duration (`Duration::as_secs_f64`): the whole ones, and the rest divided."""
+    """Return a duration in seconds (`Duration::as_secs_f64`): whole seconds, plus the rest divided."""
     whole, rest = divmod(nanoseconds, _NS)
     return whole + rest / _NS
 
@@ -359,7 +359,7 @@ def rounded_ms(ms: float, speedup: float = 1.0) -> float:
 
     Args:
         ms: the duration in milliseconds.
-        speedup: by what it is divided; 0 divides by nothing (Dynamo's rule for `speedup_ratio`).
+        speedup: the divisor; 0 means no division (Dynamo's rule for `speedup_ratio`).
 
     Returns:
         Milliseconds, rounded to whole nanoseconds.
@@ -368,14 +368,14 @@ def rounded_ms(ms: float, speedup: float = 1.0) -> float:
         ValueError: the duration is negative, infinite or NaN.
     """
     nanoseconds = whole_nanoseconds(ms / 1000)
-    # By 1 nothing is divided, and seconds of fewer nanoseconds than these are rounded to the same again.
+    # A speedup of 1 divides nothing, and below 2**50 ns the second rounding changes nothing.
     if speedup > 0 and (speedup != 1.0 or nanoseconds >= 2**50):
         nanoseconds = whole_nanoseconds(_seconds(nanoseconds) / speedup)
     return _seconds(nanoseconds) * 1000.0
 
 
 def moments(start_ms: float, step_ms: float, count: int) -> list[float]:
-    """Return the ends of `count` passes of one duration, summed one by one as if each was a pass of its own."""
+    """Return the ends of `count` passes of equal duration, summed one by one like single passes."""
     ends = accumulate(repeat(step_ms, count), initial=start_ms)
     next(ends)
     return list(ends)

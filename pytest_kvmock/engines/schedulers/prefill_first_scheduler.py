@@ -1,7 +1,6 @@
-"""The scheduler of Dynamo's mock of SGLang since 1.6: a pass computes prompts, or lets everybody generate, never both.
+"""The scheduler of Dynamo's mock of SGLang since 1.6: a pass either computes prompts or decodes, never both.
 
-One subject: what one forward pass computes there; see `sglang_scheduler` for what it shares with the scheduler over
-SGLang's own cache.
+One subject: its forward pass; `sglang_scheduler` has the parts that it shares with the scheduler on SGLang's own cache.
 """
 
 from __future__ import annotations
@@ -24,30 +23,29 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A pass that admits anything decodes no request that ran before; those whose prompt it completes get their first
-# token at its end, out of the prefill. Only what is computed is charged against the budgets: a cached prefix is free.
-# Where pages run short in decode, requests are retracted to the end of the queue, and the share of output for which
-# room is kept follows from how far the others have come.
+# A pass that admits a request decodes no running request. A request whose prompt the pass completes gets its first
+# token from the prefill, at the end of the pass. Only computed tokens are charged against the budgets: a cached prefix
+# is free. If pages run short in decode, requests are retracted to the end of the queue. The share of output that is
+# reserved then follows from the progress of the remaining requests.
 #
-# After a pass that computed something new, `prefill_decode_interval` passes admit nothing.
+# After a pass that computed new tokens, `prefill_decode_interval` passes admit nothing.
 
 RANK_CONSERVATIVENESS: Final = 0.3
-"""By what the conservativeness of each of several ranks is multiplied (SGLang with attention in data parallel)."""
+"""Factor of the conservativeness of each rank if there are several (SGLang with data-parallel attention)."""
 
 RETRACT_TOKENS: Final = 20
-"""Tokens that each survivor of a retraction is expected to generate before the next one (SGLang:
-`retract_decode_steps`)."""
+"""Expected number of tokens of each remaining request between two retractions (SGLang: `retract_decode_steps`)."""
 
 
 class PrefillFirstScheduler(SglangScheduler):
-    """Schedules requests as Dynamo's mock of SGLang does in 1.6.1.
+    """Schedules requests like Dynamo's mock of SGLang in 1.6.1.
 
     Args:
-        driver: brings its requests to the cache.
+        driver: connects its requests to the cache.
         args: budgets, modes, times and speedups of the engine.
 
     Raises:
-        ValueError: a chunk is smaller than the number of ranks, each of which computes a part of it.
+        ValueError: a chunk is smaller than the number of ranks; each rank computes a part of it.
     """
 
     has_priorities = False
@@ -61,7 +59,7 @@ class PrefillFirstScheduler(SglangScheduler):
         self._most_tokens = args.most_tokens or math.inf
         self._lpm &= args.enable_prefix_caching
         self._interval = args.prefill_decode_interval
-        if args.dp_size > 1:  # attention in data parallel: SGLang divides both
+        if args.dp_size > 1:  # data-parallel attention: SGLang divides both
             self._chunk //= args.dp_size
             if not self._chunk:
                 raise ValueError(
@@ -77,27 +75,27 @@ class PrefillFirstScheduler(SglangScheduler):
         self._idle_since = math.inf
 
     def submit(self, request: ScheduledRequest) -> None:
-        """Take a request that has arrived."""
+        """Add a request that has arrived."""
         if not request.max_output_tokens:
             self._driver.needs_no_output(request.state)
         super().submit(request)
 
     @property
     def parked(self) -> Sequence[ScheduledRequest]:
-        """The requests whose prompts were computed elsewhere and that do not run yet."""
+        """The requests whose prompts were computed by another engine, and that do not run yet."""
         return self._ready
 
     def activate(self, request: ScheduledRequest) -> None:
-        """Take a request whose prompt was computed elsewhere and whose blocks are held here."""
+        """Add a request whose prompt was computed by another engine and whose blocks are held here."""
         self._ready.append(request)
 
     def _queue_of(self, request: ScheduledRequest) -> MutableSequence[ScheduledRequest]:
         return self._ready if request in self._ready else super()._queue_of(request)
 
     def call_off(self, request: ScheduledRequest) -> bool:
-        """Act on an open request whose client is gone: it is taken out, wherever it is.
+        """Handle an open request whose client is gone: take it out, wherever it is.
 
-        Nothing more of it is cached (aisimulate-core 0.13.0, which is Dynamo's mock of 1.6.1: `cancel_active_request`).
+        No more of its blocks are cached (`cancel_active_request` of aisimulate-core 0.13.0, Dynamo's mock of 1.6.1).
         """
         self._take_out(request)
         return True
@@ -105,9 +103,9 @@ class PrefillFirstScheduler(SglangScheduler):
     # ---------------------------------------------------------------------------------------------- one pass
 
     def execute_pass(self, now_ms: float) -> ForwardPass:
-        """Run one forward pass from this moment."""
+        """Run one forward pass that starts at `now_ms`."""
         done = ForwardPass(now_ms)
-        if self._wait and now_ms > self._idle_since:  # while it had no requests, those passes were over at once
+        if self._wait and now_ms > self._idle_since:  # without requests these passes took no time
             self._wait, self._ratio = 0, self._init_ratio
         ratio = self._ratio
         self._reject(done)
@@ -119,7 +117,7 @@ class PrefillFirstScheduler(SglangScheduler):
         if done.scheduled:
             try:
                 self._charge_prefill(done)
-            except BaseException:  # a model of a user's own: a request that the pass took up waits again
+            except BaseException:  # from a user's own model: the scheduled requests wait again
                 self._waiting.extendleft(reversed([each.request for each in done.scheduled]))
                 raise
             self._start(done)
@@ -140,9 +138,7 @@ class PrefillFirstScheduler(SglangScheduler):
         return done
 
     def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:
-        """Count down the passes in which no request is admitted; if none could run in one of these, the share begins
-        again.
-        """
+        """Count down the passes without admission; reset the share if no request could run in one of them."""
         before = self._ratio, self._wait
         is_idle_pass = self._wait > 0 and not any(done.generated or done.decode_lengths for done in passes)
         if any(part.tokens for done in passes for part in done.scheduled):
@@ -151,7 +147,7 @@ class PrefillFirstScheduler(SglangScheduler):
             self._wait = max(0, self._wait - 1)
         if is_idle_pass:
             self._ratio = self._init_ratio
-        # Where a pass took no time, the next ones that take none come before whoever arrives at that moment.
+        # If a pass took no time, further passes without duration come before a request that arrives at the same time.
         end = max(done.end_ms for done in passes)
         self._idle_since = math.inf if not is_idle else end if end > passes[0].start_ms else -math.inf
         if (self._ratio, self._wait) != before:
@@ -166,9 +162,9 @@ class PrefillFirstScheduler(SglangScheduler):
             done.rejected.append(request)
 
     def _run_ready(self, done: ForwardPass) -> None:
-        """Run the requests whose prompts were computed elsewhere, as many as may run."""
+        """Run the requests whose prompts were computed by another engine, as many as may run."""
         seats = self._max_running - len(self._running)
-        while self._ready and seats > 0:  # one without output has a seat too, in this pass
+        while self._ready and seats > 0:  # a request without output also takes a seat in this pass
             seats -= 1
             request = self._ready.popleft()
             request.status = "running"
@@ -183,7 +179,7 @@ class PrefillFirstScheduler(SglangScheduler):
         return self._driver.known(request.state)
 
     def _admit(self, done: ForwardPass) -> None:
-        """Admit waiting requests, in order, while the budgets and the room last."""
+        """Admit waiting requests, in order, as long as budgets and room suffice."""
         waiting, running, driver, page = self._waiting, self._running, self._driver, self._page
         room = driver.unheld() - sum(self._outstanding(request) * self._ratio for request in running)
         budget, chunk = self._most_prefill, self._chunk
@@ -215,11 +211,11 @@ class PrefillFirstScheduler(SglangScheduler):
                 break
 
     def _pages(self, tokens: int) -> int:
-        """`tokens` tokens, in whole pages."""
+        """Return a number of tokens, rounded up to whole pages."""
         return -(-tokens // self._page) * self._page
 
     def _start(self, done: ForwardPass) -> None:
-        """Run what is computed whole, with its first token; of what is not, the rest waits as the first."""
+        """Run requests that are completely computed, with their first token; a partly computed one waits first."""
         first: list[ScheduledRequest] = []
         for each in done.scheduled:
             request = each.request
@@ -233,24 +229,22 @@ class PrefillFirstScheduler(SglangScheduler):
         goes_on = [each for each in first if each.max_output_tokens - each.generated_tokens > 1]
         fits = self._driver.make_room([request.state for request in goes_on])
         for request in first:
-            if request.max_output_tokens - request.generated_tokens == 1:  # these come first in the output too
+            if request.max_output_tokens - request.generated_tokens == 1:  # these also come first in the output
                 token = request.next_token()
                 self._driver.generate_last(request.state, token)
                 done.note_tokens(request, (token,))
-        accepted, self._accepted = self._accepted, None  # of a prefill comes one token, without drafts
+        accepted, self._accepted = self._accepted, None  # a prefill gives one token, without drafts
         for request in goes_on if fits else ():
             self._generate_one(done, request)
         self._accepted = accepted
-        for request in sorted(first, key=lambda each: each.max_output_tokens > 0):  # those without output first
+        for request in sorted(first, key=lambda each: each.max_output_tokens > 0):  # requests without output first
             if request.generated_tokens >= request.max_output_tokens:
                 self._finish(done, request)
 
     # ------------------------------------------------------------------------------------------------ decode
 
     def _retract(self, done: ForwardPass) -> None:
-        """As the scheduler over SGLang's cache; the share of output that is reserved follows from the requests that
-        are left.
-        """
+        """Retract as on SGLang's own cache; then set the reserved share of output from the remaining requests."""
         super()._retract(done)
         if done.preempted:
             running = self._running
@@ -261,20 +255,20 @@ class PrefillFirstScheduler(SglangScheduler):
     # ------------------------------------------------------------------------------------------ in one go
 
     def plan(self, now_ms: float, until_ms: float) -> list[float]:
-        """Return when passes end that only decode; see `Scheduler.plan`."""
+        """Return the ends of passes that only decode; see `Scheduler.plan`."""
         return [] if self._ready else super().plan(now_ms, until_ms)
 
     def run_plan(self, ends: list[float]) -> None:
-        """Run passes that were planned."""
+        """Run planned passes."""
         super().run_plan(ends)
         self._wait = max(0, self._wait - len(ends))
 
 
 def make_scheduler(driver: Any, args: MockEngineArgs, tiers: HostTime | None) -> SglangScheduler:
-    """Make the scheduler of a release: this one, or the one over SGLang's own cache.
+    """Return a scheduler for a release: this one, or the one on SGLang's own cache.
 
     Raises:
-        ValueError: the driver is of 1.6.1, and the release is not.
+        ValueError: the driver is for 1.6.1, but the release is not 1.6.1.
     """
     if args.release.prefills_first:
         return PrefillFirstScheduler(driver, args)

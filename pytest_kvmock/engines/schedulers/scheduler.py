@@ -1,6 +1,6 @@
-"""What schedulers share: their requests, what a forward pass did, their queues, and how an engine drives them.
+"""The common base of schedulers: requests, the record of a forward pass, queues, and the interface to an engine.
 
-One subject: what every scheduler is, before any has its passes.
+One subject: everything that schedulers share, except their passes.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
 
 class ScheduledTokens(NamedTuple):
-    """The tokens that a pass computed of one request's prompt, or of tokens that it recomputes.
+    """The tokens of one request that a pass computed or recomputed.
 
     Attributes:
         request: the request.
-        tokens: how many tokens were computed, those of the output that are computed again included.
-        prompt_tokens: how many of these are the prompt's.
+        tokens: number of computed tokens, including recomputed output.
+        prompt_tokens: number of prompt tokens among them.
         prefix_tokens: tokens before them, cached or computed in earlier passes.
     """
 
@@ -37,30 +37,29 @@ class ScheduledTokens(NamedTuple):
 
 @dataclass(slots=True)
 class ForwardPass:
-    """What one forward pass did, and when.
+    """The record of one forward pass.
 
     Attributes:
-        start_ms: when it started, in virtual milliseconds.
-        prefill_ms: how long its prefill took.
-        decode_ms: how long its decode took.
-        end_ms: when it ended; all its tokens came out then.
-        scheduled: of which requests it computed how many tokens, in order; a decode step is one token, none of the
-            prompt.
-        generated: the requests that generated a token in it, in order; those that sleep are not among them.
-        sleepers: how many requests generated a token in it besides, as they do in each pass while no caller looks.
-        tokens: the tokens that they generated.
-        bursts: how many each of them generated, of those that generated more than one, as drafts were accepted.
-        admitted: the requests that it admitted, those that resume included.
+        start_ms: its start, in virtual milliseconds.
+        prefill_ms: duration of its prefill.
+        decode_ms: duration of its decode.
+        end_ms: its end, when all its tokens come out.
+        scheduled: the computed tokens of each request, in order; a decode step is one token, with no prompt token.
+        generated: the requests that generated a token in it, in order, without the sleeping ones.
+        sleepers: number of sleeping requests, which also generate a token in each pass.
+        tokens: the tokens of `generated`.
+        bursts: number of tokens of each request that generated more than one, because drafts were accepted.
+        admitted: the requests that it admitted, including resumed ones.
         preempted: the requests that it preempted, in order.
         finished: the requests that finished with it.
-        rejected: the requests that it rejected, as their prompts can never fit.
-        aborted: the requests that were called off, and that it was the last one of.
-        active_blocks: blocks in use when its time was calculated.
-        running: how many requests run after it.
-        waiting: the requests that wait after it, in order; not those that are parked.
-        decode_lengths: the length in tokens of each request that it only decoded, before its token.
-        prefill_tokens: tokens that it computed of requests of whose prompt it computed a part.
-        may_do_more: though it may have done nothing, what the next pass goes by has changed.
+        rejected: the requests that it rejected, because their prompts can never fit.
+        aborted: the called-off requests that had their last pass in it.
+        active_blocks: blocks in use when its duration was calculated.
+        running: number of requests that run after it.
+        waiting: the requests that wait after it, in order, without the parked ones.
+        decode_lengths: length in tokens of each request that it only decoded, before the new token.
+        prefill_tokens: computed tokens of the requests whose prompts it computed in part.
+        may_do_more: whether the input of the next pass has changed, even if this pass did nothing.
     """
 
     start_ms: float
@@ -85,7 +84,7 @@ class ForwardPass:
     may_do_more: bool = False
 
     def note_tokens(self, request: ScheduledRequest, tokens: Sequence[int]) -> None:
-        """Note the tokens that a request has generated."""
+        """Record the tokens that a request has generated."""
         request.generated_tokens += len(tokens)
         self.generated.append(request)
         self.tokens += tokens
@@ -93,7 +92,7 @@ class ForwardPass:
             self.bursts[request] = len(tokens)
 
     def note_times(self) -> None:
-        """Note when tokens came, once its end is known."""
+        """Record the times of the tokens, once its end is known."""
         end_ms, bursts = self.end_ms, self.bursts
         for request in self.generated:
             request.token_ms.append(end_ms)
@@ -107,7 +106,7 @@ class ForwardPass:
 
     @property
     def did_something(self) -> bool:
-        """Whether it took time, or any request is other than before."""
+        """Whether it took time or changed a request."""
         return (
             self.end_ms > self.start_ms
             or bool(
@@ -123,15 +122,15 @@ class ForwardPass:
         )
 
     def to_json(self, worker_id: int = 0, dp_rank: int = 0, counter_id: int = 0) -> dict[str, Any]:
-        """Return it by the keys of Dynamo's forward pass metrics (`ForwardPassSnapshot`).
+        """Return it with the keys of Dynamo's forward pass metrics (`ForwardPassSnapshot`).
 
-        A variance is the population's. What waits for its first admission counts as queued prefill, what was preempted
-        as queued decode.
+        A variance is the population's. A request that waits for its first admission counts as queued prefill, a
+        preempted one as queued decode.
 
         Args:
             worker_id: the worker that ran it.
-            dp_rank: and its rank.
-            counter_id: the number of the pass.
+            dp_rank: the worker's rank.
+            counter_id: number of the pass.
         """
         prefills = [each for each in self.scheduled if each.prompt_tokens]
         queued = [request.prompt_tokens for request in self.waiting if request.status == "waiting"]
@@ -159,7 +158,7 @@ class ForwardPass:
 
 
 def _variance(values: Sequence[int]) -> float:
-    """Return the variance of the population; 0 if there is none."""
+    """Return the variance of the population; 0 for an empty one."""
     if not values:
         return 0.0
     mean = sum(values) / len(values)
@@ -167,19 +166,18 @@ def _variance(values: Sequence[int]) -> float:
 
 
 class Scheduler(ABC):
-    """Decides what each forward pass computes; it has no clock and no arrivals, the engine has.
+    """Decides what each forward pass computes. The engine has the clock and the arrivals.
 
     Args:
-        driver: brings its requests to the block manager.
-        args: budgets, modes, times and speedups of the engine, and the release that it follows.
+        driver: connects its requests to the block manager.
+        args: budgets, modes, times and speedups of the engine, and the release to model.
 
     Attributes:
         has_priorities: waiting requests are served by priority, the largest first.
-        holds_back_prompts: it admits only requests whose prompt is computed; for schedulers of decode engines.
-        is_rank: it runs its passes in lock step with other ranks, and their driver calls `settle`.
-        defers_prefills: its next pass computes prompts only where no request decodes.
-        has_last_pass: a running request that is called off has one more pass, and what was computed by then is handed
-            out.
+        holds_back_prompts: only requests whose prompts are computed are admitted; for schedulers of decode engines.
+        is_rank: its passes run in lock step with other ranks, and their driver calls `settle`.
+        defers_prefills: its next pass computes prompts only if no request decodes.
+        has_last_pass: a running request that is called off has one more pass, and returns the tokens computed by then.
     """
 
     has_priorities: bool = False
@@ -202,19 +200,20 @@ class Scheduler(ABC):
         self._powers = driver.powers
 
     def accept_drafts(self, accepted: AcceptedDrafts | None) -> None:
-        """Have running requests generate accepted drafts and one token more in a pass; None: one token."""
+        """Let running requests generate accepted drafts and one more token in each pass; None: one token."""
         self._accepted = accepted
 
     def _admitted(self, request: ScheduledRequest, now_ms: float, reused_tokens: int) -> None:
-        """Note an admission that found `reused_tokens` tokens cached, and the first time what a hybrid model could
-        not use.
+        """Record an admission with `reused_tokens` cached tokens.
+
+        The first one also records the hits that a hybrid model cannot use.
         """
         if request.admitted_ms is None and self._powers.short is not None:
             request.lacking = self._powers.short(request.state)
         request.admit(now_ms, reused_tokens)
 
     def _next_tokens(self, request: ScheduledRequest) -> list[int]:
-        """The tokens that a request generates in this pass."""
+        """Return the tokens that a request generates in this pass."""
         if self._accepted is None:
             return [request.next_token()]
         count = min(1 + self._accepted.draw(), request.max_output_tokens - request.generated_tokens)
@@ -227,44 +226,44 @@ class Scheduler(ABC):
 
     @property
     def waiting(self) -> Sequence[ScheduledRequest]:
-        """The requests that wait, in order: those that were preempted, and those of which a part is computed, too."""
+        """The waiting requests, in order, including preempted and partly computed ones."""
         return self._waiting
 
     @property
     def parked(self) -> Sequence[ScheduledRequest]:
-        """The requests that wait for blocks from the host, and are tried when these have come."""
+        """The requests that wait for blocks from the host; they are tried again when the blocks have arrived."""
         return ()
 
     def submit(self, request: ScheduledRequest) -> None:
-        """Take a request that has arrived."""
+        """Add a request that has arrived."""
         self._waiting.append(request)
 
     def activate(self, request: ScheduledRequest) -> None:
-        """Take a request whose prompt was computed elsewhere and whose blocks are held here."""
+        """Add a request whose prompt was computed by another engine and whose blocks are held here."""
         self.submit(request)
 
     def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free its blocks (one that waits may hold a part); full blocks stay cached."""
+        """Drop an open request, and free its blocks (a waiting one may hold some); full blocks stay cached."""
         self._queue_of(request).remove(request)
         self._driver.free(request.state, done=True)
         request.status = "aborted"
 
     def _queue_of(self, request: ScheduledRequest) -> MutableSequence[ScheduledRequest]:
-        """Where an open request runs, or waits."""
+        """Return the queue in which an open request runs or waits."""
         return self._running if request.status == "running" else self._waiting
 
     def call_off(self, request: ScheduledRequest) -> bool:
-        """Between two passes, act on an open request whose client has left.
+        """Handle an open request whose client has left, between two passes.
 
         Returns:
-            Whether it is over with that; else its next pass is its last one.
+            Whether the request has ended; if not, its next pass is its last one.
         """
-        # vLLM: `Scheduler.finish_requests` frees it; dynamo-mocker: `drop_request`, all its blocks are freed.
+        # vLLM: `Scheduler.finish_requests` frees the request; dynamo-mocker: `drop_request` frees all its blocks.
         self.abort(request)
         return True
 
     def preempt_all(self) -> None:
-        """Have all running requests wait again, between two passes, first come first: their blocks are free."""
+        """Preempt all running requests between two passes, and free their blocks; they wait in the same order."""
         self.wake_all()
         for request in reversed(self._running):
             self._driver.free(request.state, done=False)
@@ -274,39 +273,37 @@ class Scheduler(ABC):
         self._running.clear()
 
     def wake(self, request: ScheduledRequest) -> bool:  # noqa: ARG002 - most let no request sleep
-        """Bring a request up to date whose tokens were only counted while no caller looked; return whether it is such
-        a one.
-        """
+        """Bring a sleeping request up to date: add the tokens that were only counted. Return whether it slept."""
         return False
 
     def wake_all(self) -> list[ScheduledRequest]:
-        """Bring all requests up to date; return those that were not."""
+        """Bring all requests up to date; return the sleeping ones."""
         return []
 
     def settle(self, passes: Sequence[ForwardPass], *, is_idle: bool) -> None:  # noqa: B027 - most have nothing to settle
-        """Settle what follows from the passes of all ranks of its worker together.
+        """Update the state that depends on the passes of all ranks of its worker.
 
         Args:
-            passes: those that were run.
-            is_idle: whether none of the ranks has a request now.
+            passes: the passes that were run.
+            is_idle: whether no rank has a request now.
         """
 
     @abstractmethod
     def execute_pass(self, now_ms: float) -> ForwardPass:
-        """Run one forward pass from this moment; its requests' `token_ms` are set, its events published."""
+        """Run one forward pass that starts at `now_ms`; set its requests' `token_ms`, and publish its events."""
 
     @abstractmethod
     def plan(self, now_ms: float, until_ms: float) -> list[float]:
-        """Return when passes end that only decode and touch no block, as long as each starts before a moment.
+        """Return the ends of passes that only decode, touch no block, and start before `until_ms`.
 
-        Nothing is done yet. These passes do not differ: no event, no first token, no end. So a driver of several
-        engines may look away until the last of them, and cut the list where a request arrives before.
+        This changes nothing. The passes are alike: none has an event, a first token, or the end of a request. So a
+        driver of several engines may skip to the last of them, or cut the list where a request arrives.
 
         Args:
-            now_ms: when the first one starts.
-            until_ms: the moment.
+            now_ms: start of the first pass.
+            until_ms: no pass starts at this time or later.
         """
 
     @abstractmethod
     def run_plan(self, ends: list[float]) -> None:
-        """Run passes that were planned, the first of them or all; nothing but arrivals happened here since."""
+        """Run planned passes, the first ones or all; only arrivals may have happened since the plan."""

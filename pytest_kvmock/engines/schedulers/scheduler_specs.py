@@ -1,8 +1,7 @@
-"""The registry of schedulers: one row each, of all in which they and their releases differ outside of their passes.
+"""The registry of schedulers: a row for each, with all differences of schedulers and releases outside of their passes.
 
-No other module compares engine types, or releases of a scheduler: code that needs a difference reads it off a row. So a
-scheduler is added by a module of its own, which has its passes, and a row here. Each is imported when its first
-one is made.
+No other module compares engine types, or releases of a scheduler: code that needs a difference reads it from a row. To
+add a scheduler, add a module with its passes and a row here. The module is imported on first use.
 """
 
 from __future__ import annotations
@@ -29,48 +28,48 @@ EventsVisible: TypeAlias = Literal["pass_start", "pass_end"]
 """When the events of a pass are published."""
 
 EngineSemantics: TypeAlias = Literal["1.2.1", "mixed", "1.6.1", "guaranteed_no_evict", "max_utilization"]
-"""The release of Dynamo whose scheduler is followed; "mixed" is the one over SGLang's own cache, which is of none, and
-the last two are policies of TensorRT-LLM's own."""
+"""The release of Dynamo whose scheduler is modelled. "mixed", the scheduler on SGLang's own cache, belongs to no
+release; the last two are policies of TensorRT-LLM's own scheduler."""
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """What one release of a scheduler does that another does otherwise.
+    """The differences of one release of a scheduler from other releases.
 
     Attributes:
-        backend: the backend of an engine that names none.
-        dynamo: the release of Dynamo whose performance model and router go with it.
-        rejects_prompts: it rejects a prompt that is larger than all its blocks, when its turn comes.
+        backend: the backend of an engine that does not name one.
+        dynamo: the release of Dynamo whose performance model and router belong to it.
+        rejects_prompts: a prompt that is larger than all blocks is rejected when its turn comes.
         takes_tiers: it was recorded with tiers below the device.
-        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before that is on its way;
-            what is handed over waits in the order in which its blocks were asked for, and a prompt that can never fit
-            ends its session.
-        destination_first: the blocks are reserved before the prompt is computed, and however many requests run.
+        reserves_destination: the decode engine of a handoff reserves blocks for a prompt before the transfer. Requests
+            wait there in the order in which their blocks were requested, and a prompt that can never fit ends its
+            session.
+        destination_first: the blocks are reserved before the prompt is computed, however many requests run.
         sessions_keep_place: in a closed loop a session counts as open until its last request is done.
-        arrivals_between_passes: a closed loop over one engine looks at the clock when a pass has ended, not before.
+        arrivals_between_passes: a closed loop on one engine checks the clock after each pass, not before.
         events_visible: when the events of a pass are published, by default.
-        prefill_generates: the first token of a request comes out of its prefill, and takes no time of decode; that is
-            charged for the others, by their lengths instead of the blocks in use (vllm).
-        last_token_free: the last token of a request needs no block, as a block is allocated when the token before it is
-            computed. Only a driver whose engine does so will do (`PoolSchedulerDriver`).
-        counts_all_hits: what an admission reports as cached may be output of a request that was preempted.
-        least_output: the fewest tokens of output that a request may ask for; of 0, its prompt is computed, and it is
-            done.
-        takes_nested_arguments: its arguments have the nested form, and those that came with it, such as
+        prefill_generates: the first token of a request comes from its prefill, and adds no time of decode. The other
+            tokens are charged by the lengths of their requests, not by the blocks in use (vllm).
+        last_token_free: the last token of a request needs no block, because a block is allocated when the token before
+            it is computed. This needs a driver whose engine does so (`PoolSchedulerDriver`).
+        counts_all_hits: the cached tokens of an admission may include output of a preempted request.
+        least_output: minimum number of output tokens of a request; with 0, a request may end after its prompt.
+        takes_nested_arguments: its arguments have the nested form, and the fields that came with it, such as
             `max_model_len`.
-        prefills_first: a pass computes prompts or generates, never both, and a cached prefix counts for nothing
-            (sglang).
-        reports_workers: its report is the long form: workers, GPU hours, goodput, and the percentiles of gaps by a
+        prefills_first: a pass either computes prompts or generates, and a cached prefix costs nothing (sglang).
+        reports_workers: its report has the long form: workers, GPU hours, goodput, and the percentiles of gaps by a
             sketch.
         ranks_in_lock_step: the ranks of a worker start and end their passes together.
-        instant_passes_first: passes that take no time are repeated on an engine before the next engine starts one.
-        length_fits_blocks: a request has no more tokens than all blocks: a longer prompt is rejected, output ends
-            there.
-        stalls_at_once: an aggregated engine with requests that can do nothing is stalled, whatever else may happen yet.
-        driver: what its drivers must be, in addition to what the scheduler asks for; None: no more.
-        takes_pairs: its engines can hand over as vLLM's connectors do.
-        pauses: TensorRT-LLM's own scheduler: whether its policy starts what the next step has room for and pauses the
-            last started where room runs short, or what has room to its end; None: it is Dynamo's mock of one.
+        instant_passes_first: passes without duration are repeated on an engine before the next engine starts one.
+        length_fits_blocks: the length of a request is limited to all blocks: a longer prompt is rejected, and output
+            ends there.
+        stalls_at_once: an aggregated engine whose requests can do nothing is stalled at once, even if other events are
+            to come.
+        driver: type of its drivers, in addition to that of the scheduler; None: no further type.
+        takes_pairs: its engines can hand over like vLLM's connectors.
+        pauses: policy of TensorRT-LLM's own scheduler. True: start a request that has room for the next step, and pause
+            the last started one if room runs short. False: start a request that has room to its end. None: it is
+            Dynamo's mock.
     """
 
     backend: str
@@ -100,25 +99,25 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class SchedulerSpec:
-    """One scheduler: how it is made, its defaults, and what its releases do.
+    """One scheduler: its module, its defaults, and its releases.
 
-    Arguments are named as `MockEngineArgs` has them, those of a group with a dot: "sglang.page_size".
+    Arguments have their names in `MockEngineArgs`; those of a group have a dot: "sglang.page_size".
 
     Attributes:
         name: the `engine_type`.
-        module: of `schedulers`, which has its passes; its `make_scheduler` makes one, from a driver, the arguments of
-            its engine, and the time of the tiers below the device, if any.
-        driver: what its drivers must be.
-        releases: the releases of Dynamo that it can follow; "mixed" is that over SGLang's own cache, which is of none.
-        default_release: the one that it follows where neither arguments nor backend name one.
+        module: the module in `schedulers` that has its passes. `make_scheduler` there takes a driver, the arguments of
+            the engine, and the time of the tiers below the device, if any.
+        driver: type of its drivers.
+        releases: the releases of Dynamo that it can model; "mixed", on SGLang's own cache, belongs to no release.
+        default_release: the release if neither arguments nor backend name one.
         default_block_size: tokens a block if none is given.
-        budget: the argument that has the most tokens of prompts that one pass computes; a profile's `chunk` sets it.
-        budget_is_blocks: whether that must be a multiple of the block size.
-        interval: the argument that has how many passes compute no prompts; of no effect on another scheduler. None:
-            none has.
+        budget: the argument for the maximum number of prompt tokens in one pass; a profile's `chunk` sets it.
+        budget_is_blocks: whether this budget must be a multiple of the block size.
+        interval: the argument for the number of passes that compute no prompts; other schedulers refuse it. None: no
+            such argument.
         block_size_alias: another name of the argument `block_size`; None if it has none.
-        hands_over: whether its engines can be those of handoffs: prefill and decode apart.
-        over: what it schedules over, for the error of a backend that it cannot; None: the error names those that can.
+        hands_over: whether its engines can take part in handoffs, with separate prefill and decode engines.
+        over: the cache that it needs, for the error of an unsuitable backend; None: the error names the suitable ones.
     """
 
     name: EngineType
@@ -233,7 +232,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
                 default_block_size=32,
                 budget="max_num_batched_tokens",
                 interval=None,
-                hands_over=False,  # Dynamo's can; its handoffs were not recorded, and differ from those of vLLM's type
+                hands_over=False,  # Dynamo's can, but its handoffs were not recorded, and differ from those of "vllm"
             ),
         )
     }
@@ -241,7 +240,7 @@ SCHEDULERS: Final[Mapping[str, SchedulerSpec]] = MappingProxyType(
 """The schedulers by `engine_type`."""
 
 SGLANG_OWN: Final = SCHEDULERS["sglang"].releases["mixed"]
-"""That over SGLang's own cache."""
+"""The release on SGLang's own cache."""
 
 SGLANG_PAIRS: Final = replace(
     SGLANG_OWN,
@@ -250,4 +249,4 @@ SGLANG_PAIRS: Final = replace(
     instant_passes_first=True,
     arrivals_between_passes=False,
 )
-"""That of engines which hand over as SGLang's pairs do: their passes publish what those before them computed."""
+"""The release of engines in SGLang's pairs: a pass publishes what the passes before it computed."""

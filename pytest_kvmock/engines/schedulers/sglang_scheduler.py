@@ -1,7 +1,6 @@
-"""The scheduler over SGLang's own cache: room is promised to requests before they are admitted, and taken back later.
+"""The scheduler on SGLang's own cache: it reserves room for a request's output at admission, and may retract it later.
 
-One subject: what one forward pass computes over a radix cache, where prompts and output share a pass
-(`semantics="mixed"`).
+One subject: the forward pass on a radix cache, where prompts and output share a pass (`semantics="mixed"`).
 """
 
 from __future__ import annotations
@@ -22,51 +21,51 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# The scheduler counts tokens. A waiting request is admitted if what is free or evictable has room for its prompt and
-# for a share of the output that it may still generate: of its own the whole, of each running request `ratio` of it,
-# which shrinks pass by pass. Prompts are computed in chunks of whole pages; a request of which a chunk is left waits
-# again, as the first. All running requests generate a token in each pass. Where pages for it run short, the request
-# that has generated the fewest is retracted: its pages are freed, it waits again, and the ratio starts again.
+# The scheduler counts tokens. A waiting request is admitted if free and evictable pages have room for its prompt and
+# for outstanding output: all of its own, and of each running request the share `ratio`, which shrinks pass by pass.
+# Prompts are computed in chunks of whole pages; a request with a remaining chunk waits again, as the first one. All
+# running requests generate a token in each pass. If pages run short, the request with the fewest generated tokens is
+# retracted: its pages are freed, it waits again, and the ratio is reset.
 #
-# Budgets, ratio and order are those of Dynamo's mock of SGLang before 1.6. That had a cache of its own; here the cache
+# Budgets, ratio and order are those of Dynamo's mock of SGLang before 1.6. That mock had its own cache; here the cache
 # is SGLang's, with its priorities.
 #
-# One that is called off while it runs is marked, and the pass that computes its next token ends it, as any end does
-# (SGLang: `abort_request` sets `to_finish`); a retraction before that leaves the mark.
+# A running request that is called off is marked. The pass that computes its next token ends it like any finished
+# request (SGLang: `abort_request` sets `to_finish`); a retraction before that keeps the mark.
 
 LPM_FALLBACK: Final = 128
-"""With more waiting requests than this, the longest cached prefix is not looked for (they stay as they are)."""
+"""With more waiting requests than this, they are not sorted by their longest cached prefix."""
 
 IN_BATCH_TOKENS: Final = 32
-"""A request of which no more tokens than this are cached yields to an earlier one that begins with as many of the same.
+"""A request with at most this number of cached tokens yields to an earlier one that begins with the same tokens.
 
-Rounded up to whole pages. A shorter request yields to none."""
+The number of compared tokens is rounded up to whole pages. A shorter request yields to no other."""
 
 INIT_RATIO: Final = 0.7
-"""The share of outstanding output that is reserved for running requests, times the conservativeness, at the start."""
+"""Initial share of outstanding output that is reserved for running requests; multiplied by the conservativeness."""
 
 MIN_RATIO: Final = 0.14
-"""The least share, as a factor of that at the start."""
+"""The minimum share, as a factor of the initial one."""
 
 DECAY_PASSES: Final = 600
-"""Passes in which the share falls from the one to the other."""
+"""Number of passes in which the share falls from the initial to the minimum value."""
 
 
 class SglangScheduler(Scheduler):
-    """Schedules requests over SGLang's cache; its passes compute prompts, and let all others generate.
+    """Schedules requests on SGLang's cache; its passes compute prompts, and decode all other requests.
 
     `max_num_batched_tokens`, `enable_chunked_prefill` and `preemption_mode` have no effect. A decode worker charges no
-    prefill; a prefill worker charges the decode of its one token, unlike the mock of vLLM.
+    prefill. Unlike the mock of vLLM, a prefill worker charges the decode of its one token.
 
     Args:
-        driver: brings its requests to the cache.
+        driver: connects its requests to the cache.
         args: budgets, modes, times and speedups of the engine.
         tiers: the time of the tiers below the device; None if there are none.
     """
 
     has_priorities = True
     has_last_pass = True
-    _charges_hits = True  # a prefill that computes nothing new takes the time that the model says
+    _charges_hits = True  # the model also predicts the time of a prefill without new tokens
 
     _driver: RadixSchedulerDriver
 
@@ -89,21 +88,22 @@ class SglangScheduler(Scheduler):
         self._called_off: set[ScheduledRequest] = set()
 
     def submit(self, request: ScheduledRequest) -> None:
-        """Take a request that has arrived."""
+        """Add a request that has arrived."""
         super().submit(request)
         if self._tiers is not None:
             self._tiers.arrive(request.state)
         self._prioritised |= self.has_priorities and bool(request.priority)
 
     def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free its blocks."""
+        """Drop an open request, and free its blocks."""
         self._called_off.discard(request)
         super().abort(request)
 
     def call_off(self, request: ScheduledRequest) -> bool:
-        """Act on an open request whose client is gone: one that runs has one more pass, one that waits is taken out.
+        """Handle an open request whose client is gone: a running one has one more pass, a waiting one is taken out.
 
-        What is computed of a prompt between two chunks is freed without a checkpoint (`process_pending_chunked_abort`).
+        The computed part of a prompt between two chunks is freed without a checkpoint
+        (`process_pending_chunked_abort`).
         """
         if request.status == "running":
             self._called_off.add(request)
@@ -113,7 +113,7 @@ class SglangScheduler(Scheduler):
         return True
 
     def _take_out(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free its blocks, of which nothing more is cached."""
+        """Drop an open request, and free its blocks without caching any."""
         self._queue_of(request).remove(request)
         self._driver.free(request.state, done=False)
         request.status = "aborted"
@@ -121,7 +121,7 @@ class SglangScheduler(Scheduler):
     # ---------------------------------------------------------------------------------------------- one pass
 
     def execute_pass(self, now_ms: float) -> ForwardPass:
-        """Run one forward pass from this moment."""
+        """Run one forward pass that starts at `now_ms`."""
         done, tiers = ForwardPass(now_ms), self._tiers
         if tiers is not None:
             tiers.start_pass(now_ms)
@@ -169,16 +169,16 @@ class SglangScheduler(Scheduler):
             self._waiting = deque(sorted(waiting, key=lambda request: -request.priority))
 
     def _known(self, request: ScheduledRequest) -> int:
-        """Tokens of a waiting request that are cached, by which they are put in order."""
+        """Return the number of cached tokens of a waiting request; this decides the order."""
         return self._driver.lookup(request.state)
 
     def _outstanding(self, request: ScheduledRequest) -> int:
-        """Tokens that a request may still generate, as far as room is reserved for them."""
+        """Return the number of tokens that a request may still generate, up to the limit of reservations."""
         left: int = min(max(0, request.max_output_tokens - request.generated_tokens), self._clip)
         return left
 
     def _admit(self, done: ForwardPass) -> None:
-        """Admit waiting requests, in order, while the budgets and the room last."""
+        """Admit waiting requests, in order, as long as budgets and room suffice."""
         waiting, running, driver, page = self._waiting, self._running, self._driver, self._page
         if not waiting:
             return
@@ -240,7 +240,7 @@ class SglangScheduler(Scheduler):
         done.prefill_ms = rounded_ms(ms, self._speedup)
 
     def _start(self, done: ForwardPass) -> None:
-        """Run what is computed whole; of what is not, the rest waits as the first."""
+        """Run requests that are completely computed; a partly computed one waits first."""
         for each in done.scheduled:
             request = each.request
             if request.computed_tokens < len(request):
@@ -272,8 +272,9 @@ class SglangScheduler(Scheduler):
             done.preempted.append(victim)
 
     def _burst(self) -> tuple[PageBurstDriver, list[int]] | None:
-        """The driver that makes room for more than a token each, and the most of each running request; None: no
-        driver does.
+        """Return the driver for several tokens a request, and the maximum for each running request.
+
+        None without drafts, or if the driver cannot do this.
         """
         if self._accepted is None or self._powers.page_bursts is None:
             return None
@@ -282,19 +283,19 @@ class SglangScheduler(Scheduler):
         return self._powers.page_bursts, bursts
 
     def _step_tokens(self) -> int:
-        """Count the tokens that must be unheld for the next pass of the running requests."""
+        """Count the unheld tokens that the next pass of the running requests needs."""
         states, burst = [request.state for request in self._running], self._burst()
         if burst is None:
             return self._driver.step_tokens(states)
         return burst[0].burst_pages(states, burst[1]) * self._page
 
     def _make_room(self) -> bool:
-        """Evict until there is room for the next pass of the running requests; return False if not all have."""
+        """Evict until all running requests have room for the next pass; return False if this is not possible."""
         states, burst = [request.state for request in self._running], self._burst()
         return self._driver.make_room(states) if burst is None else burst[0].make_burst_room(states, burst[1])
 
     def _decode(self, done: ForwardPass) -> None:
-        """Let each running request generate a token, or none where pages run short."""
+        """Let each running request generate a token, or none of them if pages run short."""
         running, driver = self._running, self._driver
         prefilled = {each.request for each in done.scheduled if each.prompt_tokens}
         done.decode_lengths = [len(request) for request in running if request not in prefilled]
@@ -305,7 +306,7 @@ class SglangScheduler(Scheduler):
         for request in running:
             self._generate_one(done, request)
         for request in running:
-            if request in self._called_off:  # SGLang looks at that first (`update_finish_state`)
+            if request in self._called_off:  # SGLang checks this first (`update_finish_state`)
                 self._called_off.discard(request)
                 self._driver.free(request.state, done=True)
                 request.status = "aborted"
@@ -334,7 +335,7 @@ class SglangScheduler(Scheduler):
     # ------------------------------------------------------------------------------------------ in one go
 
     def plan(self, now_ms: float, until_ms: float) -> list[float]:
-        """Return when passes end that only decode and touch no page, as long as each starts before a moment."""
+        """Return the ends of passes that only decode, touch no page, and start before `until_ms`."""
         running = self._running
         if self._waiting or not running or self._called_off or self._accepted is not None:
             return []
@@ -352,7 +353,7 @@ class SglangScheduler(Scheduler):
         return ends
 
     def run_plan(self, ends: list[float]) -> None:
-        """Run passes that were planned."""
+        """Run planned passes."""
         for request in self._running:
             self._driver.generate_quietly(request.state, request.next_tokens(len(ends)))
             request.generated_tokens += len(ends)
@@ -365,15 +366,13 @@ class SglangScheduler(Scheduler):
 
 
 def _given(value: float | None) -> Any:
-    """An option that has its default by now."""
+    """Return an option whose default is filled in."""
     assert value is not None
     return value
 
 
 def _beginning(tokens: Any, count: int) -> Any:
-    """What a request begins with: its first tokens, or where they are unknown the names of its first pages and a
-    length.
-    """
+    """Return the beginning of a request: its first tokens, or, if unknown, its first pages' names and a length."""
     if tokens.tokens is not None:
         return tuple(tokens.tokens[:count])
     return tuple(tokens.names[: count // tokens.block_size]), min(count, len(tokens))

@@ -1,6 +1,6 @@
-"""Schedulers of TensorRT-LLM: Dynamo's mock of it in 1.6.1, and its own, over V1 by two policies, and over V2.
+"""Schedulers of TensorRT-LLM: Dynamo's mock in 1.6.1, and TensorRT-LLM's own, on V1 with two policies, and on V2.
 
-One subject: which requests are admitted by the room in the cache. Its own are as read in its sources; they did not run.
+One subject: admission by the room in the cache. TensorRT-LLM's own schedulers follow its sources; these were not run.
 """
 
 from __future__ import annotations
@@ -24,41 +24,40 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# Dynamo's mock of 1.6.1 is its mock of vLLM with
-# `guaranteed_no_evict`: a waiting request is admitted only where blocks for all that it and the running ones may still
-# generate are there, so that no request is preempted. A request ends where the longest does that fits at all
-# (`Release.length_fits_blocks`). A prompt that is cached whole is taken whole: nothing of it is computed, and its first
-# token takes time of decode.
+# Dynamo's mock of 1.6.1 is its mock of vLLM with `guaranteed_no_evict`: a waiting request is admitted only if there are
+# blocks for all tokens that it and the running requests may still generate, so no request is preempted. A request ends
+# at the maximum length that fits (`Release.length_fits_blocks`). A prompt that is completely cached is reused
+# completely: none of it is computed, and its first token takes time of decode.
 #
-# TensorRT-LLM's own. Requests have one order, that of their arrival, which a pause does not change.
+# TensorRT-LLM's own schedulers keep requests in the order of arrival, which a pause does not change.
 #
-# Capacity. GUARANTEED_NO_EVICT: those that generate, each with the blocks that it lacks to its end; then the others in
-# order, as long as theirs fit. MAX_UTILIZATION: in order, each with the blocks of its next step; where one does not
-# fit, the last started from it on is paused, and no other behind that one is looked at; if none is started, that is
-# all. In both, hits count as blocks that are needed, and a prompt waits that would compute a block which another of
-# this pass computes.
+# Capacity. GUARANTEED_NO_EVICT takes the generating requests, each with the blocks that it needs to its end, then the
+# other requests in order, as long as their blocks fit. MAX_UTILIZATION takes requests in order, each with the blocks of
+# its next step. If a request does not fit, the last started one, down to this request, is paused, and no request behind
+# the paused one is considered; if no such request is started, the pass takes no more. In both policies hits count as
+# needed blocks, and a prompt waits if another request of the pass computes its first new block.
 #
-# Micro batch (`MicroBatchScheduler`): of what has room so much as the budget of a pass allows. A paused request is
-# freed before anybody gets blocks; prompts get theirs before those that generate.
+# Micro batch (`MicroBatchScheduler`): the requests with room, as far as the budget of a pass allows. Paused requests
+# are freed before any request gets blocks; prompts get blocks before generating requests.
 #
-# Over V2 (`KVCacheV2Scheduler`) there is one policy, MAX_UTILIZATION, and pages are taken as it goes. Those that
-# generate come first, in order; one without room has the last started behind it give way, and in the end itself.
-# Then prompts, behind their hits; one without room has one started request give way that this pass has not
-# computed, and no other prompt is looked at.
+# On V2 (`KVCacheV2Scheduler`) there is one policy, MAX_UTILIZATION, and pages are taken immediately. Generating
+# requests come first, in order. If one has no room, the last started request behind it gives way, and finally the
+# request itself. Then come prompts, behind their hits. If one has no room, one started request that this pass has not
+# computed gives way, and no other prompt is considered.
 #
-# A request that gives way is suspended: its pages fall, and it runs on once they are back. Where they could fall
-# nowhere, as there is no level below, or where no running request is left, it is closed as by V1, and comes back as a
-# prompt of all its tokens: the sources that were read do not say what is done then.
+# A request that gives way is suspended: its pages move to a lower level, and it continues once they are back. If there
+# is no lower level, or no running request is left, it is closed as on V1, and comes back as a prompt of all its tokens:
+# the sources do not say what happens in this case.
 
 _place = attrgetter("opened")
 
 
 class TrtllmScheduler(VllmScheduler):
-    """Schedules requests as Dynamo's mock of TensorRT-LLM does.
+    """Schedules requests like Dynamo's mock of TensorRT-LLM.
 
     Args:
-        driver: brings its requests to the block manager.
-        args: budgets, modes, times and speedups of the engine, and the release that it follows.
+        driver: connects its requests to the block manager.
+        args: budgets, modes, times and speedups of the engine, and the release to model.
         tiers: the time of the tiers below the device; None if there are none.
     """
 
@@ -71,14 +70,14 @@ class TrtllmScheduler(VllmScheduler):
         self._longest: int = longest
 
     def submit(self, request: ScheduledRequest) -> None:
-        """Take a request that has arrived; all of its prompt may be cached."""
+        """Add a request that has arrived; all of its prompt may be cached."""
         cast("PoolSchedulerDriver", self._driver).needs_no_output(request.state)
         super().submit(request)
 
     def _lacks_room(self, request: ScheduledRequest) -> bool:
-        """Whether it and the running requests need more blocks until they end than are free.
+        """Return whether it and the running requests need more blocks until their ends than are free.
 
-        Hits that somebody holds count as had; a block that several running requests share is counted for each of them.
+        Hits that a request holds already need no block; a block that several running requests share counts for each.
         """
         driver, size = self._driver, self._driver.manager.block_size
         held = -(-len(request) // size) - self._need_whole(request)
@@ -88,16 +87,16 @@ class TrtllmScheduler(VllmScheduler):
         return missing > driver.room()
 
     def _blocks_to_completion(self, request: ScheduledRequest) -> int:
-        """Blocks of a request when it ends, whoever else has some of them.
+        """Return the number of blocks of a request at its end, shared blocks included.
 
-        It ends at its last token of output, or at the longest length that there is.
+        It ends at its last output token, or at the maximum length.
         """
         tokens = min(request.prompt_tokens + request.max_output_tokens, self._longest)
         return -(-tokens // self._driver.manager.block_size)
 
 
 class _Part(NamedTuple):
-    """The part of a prompt that a pass is to compute: tokens of the budget, before its hits are known."""
+    """The part of a prompt that a pass will compute: its tokens of the budget, before hits are known."""
 
     request: ScheduledRequest
     remaining: int
@@ -109,17 +108,17 @@ class _Part(NamedTuple):
 
 
 def generates(request: ScheduledRequest) -> bool:
-    """Whether a request has nothing left to compute but the token that it generated last."""
+    """Return whether only the last generated token of a request is left to compute."""
     computed = request.computed_tokens
     return request.status == "running" and request.generated_tokens > 0 and computed == len(request) - 1
 
 
 class CapacityScheduler(VllmScheduler):
-    """Schedules requests as TensorRT-LLM does over V1, by GUARANTEED_NO_EVICT or MAX_UTILIZATION.
+    """Schedules requests like TensorRT-LLM on V1, by GUARANTEED_NO_EVICT or MAX_UTILIZATION.
 
     Args:
-        driver: brings its requests to the block manager.
-        args: budgets, modes, times and speedups of the engine, and the policy that it follows.
+        driver: connects its requests to the block manager.
+        args: budgets, modes, times and speedups of the engine, and its policy.
         tiers: the time of the tiers below the device; None if there are none.
     """
 
@@ -129,12 +128,12 @@ class CapacityScheduler(VllmScheduler):
         super().__init__(driver, args, tiers)
         self._pauses = bool(args.release.pauses)
         self._in_turns = args.context_chunking_policy == "equal_progress"
-        self._naps = True  # the requests that get a token are chosen among all
+        self._naps = True  # the choice of requests for a token considers all of them
 
     # -------------------------------------------------------------------------------------------------- the order
 
     def _in_order(self, running: Iterable[ScheduledRequest]) -> Iterator[ScheduledRequest]:
-        """Running requests and all that wait, by their arrival; what can never run is rejected in its turn."""
+        """Yield running and waiting requests in the order of arrival; reject one that can never run at its turn."""
         for request in merge(running, [*self._waiting], key=_place):
             if request.status == "waiting" and self._rejects(request):
                 self._waiting.remove(request)
@@ -144,7 +143,7 @@ class CapacityScheduler(VllmScheduler):
                 yield request
 
     def _start(self, request: ScheduledRequest, found: int) -> None:
-        """Note that a request that waited is computed from now on."""
+        """Move a waiting request to the running ones, and record its admission."""
         self._waiting.remove(request)
         insort(self._running, request, key=_place)
         insort(self._awake, request, key=_place)
@@ -154,7 +153,7 @@ class CapacityScheduler(VllmScheduler):
         self._pass.admitted.append(request)
 
     def _preempt(self, victim: ScheduledRequest) -> None:
-        """Pause a request: it waits in its place, and comes back as a prompt of all its tokens."""
+        """Pause a request: it waits at its place, and comes back as a prompt of all its tokens."""
         super()._preempt(victim)
         waiting = self._waiting
         waiting.popleft()
@@ -163,16 +162,16 @@ class CapacityScheduler(VllmScheduler):
     # ---------------------------------------------------------------------------------------------------- capacity
 
     def _named(self) -> set[Hashable]:
-        """The blocks that prompts in progress are to compute next."""
+        """Return the blocks that prompts in progress compute next."""
         parts = (each for each in self._running if not generates(each))
         return {self._driver.first_new_block(each.state) for each in parts} - {None}
 
     def _new_block(self, request: ScheduledRequest) -> Hashable | None:
-        """The block that a request without blocks would compute first; None: none, or it has some."""
+        """Return the first block that a request without blocks would compute; None if none, or if it has blocks."""
         return None if request.status == "running" else self._driver.first_new_block(request.state)
 
     def _guaranteed(self) -> list[ScheduledRequest]:
-        """What has room to its end (`GuaranteedNoEvictScheduler`)."""
+        """Return the requests that have room to their ends (`GuaranteedNoEvictScheduler`)."""
         driver, most = cast("CountingDriver", self._driver), self._max_running
         running, named = self._running, self._named()
         fitting = [each for each in running if generates(each)]
@@ -198,7 +197,10 @@ class CapacityScheduler(VllmScheduler):
         return request.prompt_tokens + request.max_output_tokens
 
     def _max_utilization(self) -> list[ScheduledRequest]:
-        """What has room for its next step, once the last started are paused for it (`MaxUtilizationScheduler`)."""
+        """Return the requests that have room for their next step; pause the last started ones for them if needed.
+
+        TensorRT-LLM: `MaxUtilizationScheduler`.
+        """
         driver, most = cast("CountingDriver", self._driver), self._max_running
         started, named = [*self._running], self._named()
         fitting: list[ScheduledRequest] = []
@@ -231,7 +233,7 @@ class CapacityScheduler(VllmScheduler):
     # ------------------------------------------------------------------------------------------------- micro batch
 
     def _micro_batch(self, fitting: Iterable[ScheduledRequest]) -> tuple[list[_Part], list[ScheduledRequest]]:
-        """The parts of prompts that have room, in order, and the requests that generate."""
+        """Return the parts of prompts that fit into the budget, in order, and the generating requests."""
         left: float = self._budget
         parts: list[_Part] = []
         steps: list[ScheduledRequest] = []
@@ -258,7 +260,7 @@ class CapacityScheduler(VllmScheduler):
         return parts, steps
 
     def _first_come(self, parts: Iterable[_Part], left: int) -> Iterator[_Part]:
-        """Each what is left of the budget; what is cut has whole blocks."""
+        """Give each part the rest of the budget; a cut part has whole blocks."""
         size = self._driver.manager.block_size
         for part in parts:
             tokens = part.remaining if part.remaining <= left else left // size * size
@@ -266,7 +268,7 @@ class CapacityScheduler(VllmScheduler):
             yield part._replace(tokens=tokens)
 
     def _equal_progress(self, parts: Iterable[_Part], left: int) -> list[_Part]:
-        """Each a block in turn, as long as the budget has one for anybody."""
+        """Give each part a block in turn, as long as the budget has a block for one of them."""
         size, found = self._driver.manager.block_size, [part._replace(tokens=0) for part in parts]
         goes_on = True
         while goes_on and left > 0:
@@ -282,7 +284,7 @@ class CapacityScheduler(VllmScheduler):
     # ---------------------------------------------------------------------------------------------------- one pass
 
     def _schedule_running(self) -> None:
-        """Both stages, and what they chose: prompts, then those that generate."""
+        """Run both stages, then compute the chosen requests: first prompts, then generating ones."""
         fitting = self._max_utilization() if self._pauses else self._guaranteed()
         parts, steps = self._micro_batch(fitting)
         for part in parts:
@@ -294,7 +296,7 @@ class CapacityScheduler(VllmScheduler):
         """Admit no further request."""
 
     def _compute(self, part: _Part) -> None:
-        """Compute a part of a prompt: behind its hits, which are known now; it ends with a block, or the prompt."""
+        """Compute a part of a prompt behind its hits, which are known now; it ends with a block, or with the prompt."""
         request, tokens = part.request, part.tokens
         is_first = request.status != "running"
         found = self._driver.lookup(request.state) if is_first else 0
@@ -306,7 +308,7 @@ class CapacityScheduler(VllmScheduler):
             self._computed(request, start, upto, found)
 
     def _computed(self, request: ScheduledRequest, start: int, upto: int, found: int) -> None:
-        """Note what is computed of a prompt that has its blocks."""
+        """Record the computed part of a prompt that has its blocks."""
         if request.status != "running":
             self._start(request, found)
         request.computed_tokens = upto
@@ -316,15 +318,15 @@ class CapacityScheduler(VllmScheduler):
         )
 
     def _quiet_passes(self) -> int:
-        """How many passes from now on decode every running request; none while one waits."""
+        """Return the number of next passes that decode every running request; 0 while a request waits."""
         return 0 if self._waiting or len(self._running) > self._max_running else super()._quiet_passes()
 
 
 class SuspendingScheduler(CapacityScheduler):
-    """Schedules requests as TensorRT-LLM does over V2.
+    """Schedules requests like TensorRT-LLM on V2.
 
     Args:
-        driver: brings its requests to the block manager.
+        driver: connects its requests to the block manager.
         args: budgets, modes, times and speedups of the engine.
         tiers: the time of the tiers below the device; None if there are none.
     """
@@ -336,7 +338,7 @@ class SuspendingScheduler(CapacityScheduler):
         self._done: set[ScheduledRequest] = set()
 
     def _schedule_running(self) -> None:
-        """Those that generate, then prompts."""
+        """Compute the generating requests, then prompts."""
         self._done = set()
         if self._generate_all():
             self._take_prompts()
@@ -346,7 +348,7 @@ class SuspendingScheduler(CapacityScheduler):
         return self._left < 1 or len(self._done) >= self._max_running
 
     def _generate_all(self) -> bool:
-        """Compute a token of each that generates; False: one has no room, and no other is left to give way."""
+        """Compute a token of each generating request; return False if one has no room and none is left to give way."""
         for request in [each for each in self._running if generates(each)]:
             if self._is_full or request.status != "running":
                 return False
@@ -357,8 +359,9 @@ class SuspendingScheduler(CapacityScheduler):
         return True
 
     def _make_way(self, started: list[ScheduledRequest], asking: ScheduledRequest) -> bool:
-        """Have the last of these that this pass has not computed give way; False if there is none, or it is the one
-        that asks.
+        """Let the last of these requests that this pass has not computed give way.
+
+        Return False if there is none, or if it is the asking request.
         """
         driver = self._driver
         idle = [each for each in started if each not in self._done]
@@ -412,9 +415,9 @@ def _less(blocks: list[int], other: list[int]) -> list[int]:
 
 
 def make_scheduler(driver: Any, args: MockEngineArgs, tiers: HostTime | None) -> VllmScheduler:
-    """Make the scheduler of a release: Dynamo's mock, or TensorRT-LLM's own over V1 or V2."""
+    """Return a scheduler for a release: Dynamo's mock, or TensorRT-LLM's own on V1 or V2."""
     if args.release.pauses is None:
         return TrtllmScheduler(driver, args, tiers)
-    if protocol_mismatch(driver, SuspendingDriver) is None:  # V2 has one policy, which stands in for any other
+    if protocol_mismatch(driver, SuspendingDriver) is None:  # V2 has one policy, used for any other
         return SuspendingScheduler(driver, args, tiers)
     return CapacityScheduler(driver, args, tiers)

@@ -1,6 +1,6 @@
 """The scheduler of Dynamo's mock of vLLM: running requests first, then the waiting ones, first come, first served.
 
-One subject: what one forward pass computes, in the semantics of 1.2.1 and of 1.6.1.
+One subject: the forward pass, in the semantics of 1.2.1 and of 1.6.1.
 """
 
 from __future__ import annotations
@@ -25,43 +25,43 @@ if TYPE_CHECKING:
 # Theory of operation
 #
 # A pass has a budget of tokens. Running requests take from it in their order; then waiting ones are admitted, unless
-# the pass preempted somebody. A request is scheduled for as many of its tokens as are left and the budget allows;
-# blocks are allocated for them, and where those run short the newest running request (or the oldest: "fifo") is
-# preempted: it frees its blocks, keeps what it generated, and waits again, first in the queue. What is computed can be
-# reused at once, by the next request of the same pass. Then each request all of whose tokens are computed generates
-# one; it needs a block for it, and preempts in the same way if there is none.
+# the pass preempted a request. A request is scheduled for its remaining tokens, as far as the budget allows, and blocks
+# are allocated for them. If blocks run short, the newest running request (or the oldest: "fifo") is preempted: it frees
+# its blocks, keeps its generated tokens, and waits again, first in the queue. The next request of the same pass can
+# already reuse the computed blocks. Then each completely computed request generates a token; it needs a block for the
+# token, and preempts in the same way if there is none.
 #
-# 1.2.1: a manager serves a part of what is asked, so a request may get some of its blocks, also a waiting one, which
-# preempts for the rest.
+# 1.2.1: a manager may serve a part of a Use, so a request may get some of its blocks. A waiting request, too, preempts
+# for the rest.
 #
-# 1.6.1: blocks are allocated all or nothing, and a waiting request never preempts: it is admitted if blocks for all its
-# tokens are there, whatever the budget lets it compute. Over vLLM's pool a block is allocated in the pass that computes
-# its first token, so that no request is preempted while tokens come out. The first token of a request comes out of its
-# prefill; time of decode is charged for the others, by their lengths. What each release does is a flag of `Release`.
+# 1.6.1: blocks are allocated all or nothing, and a waiting request never preempts: it is admitted if there are blocks
+# for all its tokens, even if the budget computes fewer. On vLLM's pool a block is allocated in the pass that computes
+# its first token, so no request is preempted while tokens come out. The first token of a request comes from its
+# prefill; time of decode is charged for the other tokens, by the lengths. `Release` has a flag for each difference.
 #
-# Its driver asks for a plan before each pass, or looks at each. In the first case requests that do nothing but
-# generate sleep until they are due (`calendar`): passes in which no request is due are planned, and others touch
-# those that are awake. Else no request sleeps.
+# Its driver either requests a plan before each pass, or inspects each pass. With plans, requests that only generate
+# sleep until they are due (`calendar`): passes without a due request are planned, and other passes touch only the
+# requests that are awake. Without plans no request sleeps.
 
 _BLOCKED: Final = -1
 _PREEMPTED: Final = -2
 
 
 def _decodes(request: ScheduledRequest) -> bool:
-    """Whether the prompt of a running request is computed and held."""
+    """Return whether the prompt of a running request is computed and held."""
     return request.computed_tokens >= request.prompt_tokens
 
 
 class VllmScheduler(Scheduler):
-    """Schedules requests as Dynamo's mock of vLLM does.
+    """Schedules requests like Dynamo's mock of vLLM.
 
     Args:
-        driver: brings its requests to the block manager.
-        args: budgets, modes, times and speedups of the engine, and the release that it follows.
+        driver: connects its requests to the block manager.
+        args: budgets, modes, times and speedups of the engine, and the release to model.
         tiers: the time of the tiers below the device; None if there are none.
 
     Attributes:
-        drops_last: with drafts, the last block of a hit is computed again.
+        drops_last: whether, with drafts, the last block of a hit is computed again.
     """
 
     drops_last: ClassVar[bool] = True
@@ -85,7 +85,7 @@ class VllmScheduler(Scheduler):
         release = self._release = args.release
         self._whole = driver.admits_whole
         self._most_tokens = args.most_tokens or math.inf
-        # What most requests of most passes need, without the questions whether there is room.
+        # The short cut for most requests of most passes, without checks of the room.
         self._step_inside = cast("PoolSchedulerDriver", driver).step_inside if release.last_token_free else None
         self._aggregated = args.worker_type == "aggregated"
         self._budget = args.max_num_batched_tokens or math.inf
@@ -100,21 +100,20 @@ class VllmScheduler(Scheduler):
         self._calendar = Calendar()
         self._awake: list[ScheduledRequest] = []  # the running requests that do not sleep, in their order
         self._places = 0
-        # A host sees each step, which a pair's engine does not, and a victim that stands before others
-        # changes whose turn it is: then all are awake in a
-        # pass that is not planned.
+        # All requests are awake in an unplanned pass if a host sees each step (a pair's engine does not), or if a
+        # victim is taken from the front, which changes the turns of the others.
         self._naps = (tiers is not None and tiers.sees_each_step) or self._oldest_first
-        # Of an engine with several cache groups; the others have no steps, and chunks of any length.
+        # For an engine with several cache groups; other engines have no steps, and chunks of any length.
         groups = self._groups = powers.groups
         if groups is not None and args.max_num_batched_tokens:
             groups.limit_passes(args.max_num_batched_tokens)
         self._need: Callable[[Any, int], int] = driver.need if groups is None else groups.need_of_step
-        # Of the pass that is under way.
+        # State of the current pass.
         self._pass = ForwardPass(0.0)
         self._used: dict[ScheduledRequest, int] = {}
         self._left = self._budget
         self._defers = False  # it computes no prompts
-        self._left_nobody = False  # the last pass that did, and preempted none, left none waiting
+        self._left_nobody = False  # the last pass that computed prompts and preempted none left no request waiting
 
     @property
     def parked(self) -> Sequence[ScheduledRequest]:
@@ -123,17 +122,17 @@ class VllmScheduler(Scheduler):
 
     @property
     def parking(self) -> Waits | None:
-        """The object that keeps those; None if there are none."""
+        """The object that keeps the parked requests; None if requests are never parked."""
         return self._parking
 
     def submit(self, request: ScheduledRequest) -> None:
-        """Take a request that has arrived."""
+        """Add a request that has arrived."""
         if not request.max_output_tokens:
             cast("PoolSchedulerDriver", self._driver).needs_no_output(request.state)  # as the release asks for
         super().submit(request)
 
     def activate(self, request: ScheduledRequest) -> None:
-        """Take a request whose prompt was computed elsewhere and whose blocks are held here."""
+        """Add a request whose prompt was computed by another engine and whose blocks are held here."""
         super().activate(request)
         waiting = self._waiting
         at = len(waiting) - 1
@@ -142,12 +141,12 @@ class VllmScheduler(Scheduler):
             at -= 1
 
     def preempt_all(self) -> None:
-        """Have all running requests wait again, between two passes; none is scheduled as one that decodes."""
+        """Preempt all running requests between two passes; none is scheduled as a decoding one."""
         super().preempt_all()
         self._awake.clear()
 
     def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free its blocks; transfers under way for a parked one end without effect."""
+        """Drop an open request, and free its blocks; transfers for a parked one end without effect."""
         if self._parking is None or request not in self._parking.requests:
             self.wake(request)
             if request.status == "running":
@@ -160,7 +159,7 @@ class VllmScheduler(Scheduler):
     # ---------------------------------------------------------------------------------------------- one pass
 
     def execute_pass(self, now_ms: float) -> ForwardPass:
-        """Run one forward pass from this moment."""
+        """Run one forward pass that starts at `now_ms`."""
         done = self._pass = ForwardPass(now_ms)
         self._used = {}
         self._left = self._budget
@@ -200,21 +199,19 @@ class VllmScheduler(Scheduler):
         return done
 
     def _wake_due(self) -> None:
-        """Wake the requests that are due in this pass; and all, where a sleeping one may get no token because of
-        others.
-        """
+        """Wake the requests that are due in this pass, or all if others might leave a sleeping one without a token."""
         calendar = self._calendar
         self._wake_each(calendar.due(1))
         if self._naps or len(self._running) > self._budget or calendar.is_full:
             self.wake_all()
         elif calendar:
             last = self._running[-1]
-            # A request that computes more than a token leaves less for those behind it.
+            # A request that computes several tokens leaves less of the budget for the requests behind it.
             if any(each is not last and each.computed_tokens != len(each) - 1 for each in self._awake):
                 self.wake_all()
 
     def wake(self, request: ScheduledRequest) -> bool:
-        """Wake a request (`Scheduler.wake`); with it come all that are due."""
+        """Wake a request (`Scheduler.wake`), and all requests that are due."""
         calendar = self._calendar
         if request not in calendar:
             return False
@@ -224,9 +221,8 @@ class VllmScheduler(Scheduler):
         return True
 
     def _wake_each(self, requests: Sequence[ScheduledRequest]) -> None:
-        # What completes a block is the last token of a sleep, and may draw a name for it from a source that all share:
-        # in the order of passes and requests. So a request that is due is woken with all others that are, and before
-        # a pass in which others may draw.
+        # The last token of a sleep completes a block, and may draw a name from a source that all requests share, in the
+        # order of passes and requests. So all due requests are woken together, before a pass in which others may draw.
         awake = self._awake
         for request in requests:
             self._catch_up(request)
@@ -235,7 +231,7 @@ class VllmScheduler(Scheduler):
             awake.sort(key=place_of)
 
     def wake_all(self) -> list[ScheduledRequest]:
-        """Bring all requests up to date; return those that were not."""
+        """Bring all requests up to date; return the sleeping ones."""
         found = self._calendar.sleepers
         for request in found:
             self._catch_up(request)
@@ -249,7 +245,7 @@ class VllmScheduler(Scheduler):
             self._generate_quietly(request, missed)
 
     def _generate_quietly(self, request: ScheduledRequest, ends: list[float]) -> None:
-        """Give a request its tokens of passes that touch no block, by their ends."""
+        """Add the tokens of passes that touch no block to a request, by the ends of the passes."""
         count = len(ends)
         self._driver.generate_quietly(request.state, request.next_tokens(count))
         request.generated_tokens += count
@@ -257,11 +253,11 @@ class VllmScheduler(Scheduler):
         request.token_ms += ends
 
     def _fall_asleep(self) -> None:
-        """Let the requests sleep that are not due in the next pass."""
+        """Let all requests sleep that are not due in the next pass."""
         awake: list[ScheduledRequest] = []
         for request in self._awake:
             generated = request.generated_tokens
-            # One token is left to compute, and it is not of the prompt, which would be prefill.
+            # One token is left to compute, and it is no prompt token (this would be prefill).
             if generated and request.computed_tokens == request.prompt_tokens + generated - 1:
                 passes = request.max_output_tokens - generated - 1
                 if passes > 0:
@@ -285,9 +281,9 @@ class VllmScheduler(Scheduler):
                 index += 1
 
     def _schedule_decode(self, request: ScheduledRequest) -> bool:
-        """Compute the last token of a running request; return False if more is missing, or the block for it.
+        """Compute the last token of a running request; return False if more tokens, or the block for it, are missing.
 
-        It is what `_schedule` would do, without its questions: most requests of most passes need no more.
+        This is a short cut of `_schedule` without its checks, enough for most requests of most passes.
         """
         length = request.prompt_tokens + request.generated_tokens
         if request.computed_tokens != length - 1 or not request.generated_tokens:
@@ -317,7 +313,7 @@ class VllmScheduler(Scheduler):
                 done.rejected.append(head)
                 continue
             if head is not None and reports is not None and not head.computed_tokens and self._left > 0:
-                reports.report(head.state)  # at the look-up, also of a request that finds no room
+                reports.report(head.state)  # at the look-up, even if the request finds no room
             if head is None or (self._whole and self._lacks_room(head)):
                 break
             if self._parking is not None and (head.status == "waiting" or self._parking.parks_preempted):
@@ -332,7 +328,7 @@ class VllmScheduler(Scheduler):
             used = self._schedule(head)
             if used == _BLOCKED:
                 break
-            waiting.remove(head)  # no longer the first if it preempted somebody
+            waiting.remove(head)  # no longer the first if it preempted a request
             running.append(head)
             self._awake.append(head)
             self._places += 1
@@ -344,13 +340,13 @@ class VllmScheduler(Scheduler):
         waiting.extendleft(reversed(deferred))  # they keep their places
 
     def _next_waiting(self) -> ScheduledRequest | None:
-        """The request to admit next: the first, or the first whose prompt is computed, or has come."""
+        """Return the request to admit next: the first one, or the first whose prompt is computed or has arrived."""
         if not self.holds_back_prompts:
             return (self._first_held and self._first_held()) or self._waiting[0]
         return next((each for each in self._waiting if each.computed_tokens >= each.prompt_tokens), None)
 
     def _rejects(self, request: ScheduledRequest) -> bool:
-        """Whether a waiting request is one that this engine can never run."""
+        """Return whether this engine can never run a waiting request."""
         if request.prompt_tokens >= self._most_tokens:
             return True
         if not self._release.rejects_prompts or request.status != "waiting":
@@ -363,17 +359,17 @@ class VllmScheduler(Scheduler):
         return needed > manager.num_blocks
 
     def _lacks_room(self, request: ScheduledRequest) -> bool:
-        """Whether there are too few blocks for a waiting request to be admitted."""
+        """Return whether there are too few blocks to admit a waiting request."""
         return self._need_whole(request) > self._driver.room()
 
     def _need_whole(self, request: ScheduledRequest) -> int:
-        """The blocks that are missing for all tokens of a waiting request."""
+        """Count the blocks that a waiting request still needs for all its tokens."""
         if self._release.last_token_free and not request.computed_tokens:
             return cast("PoolSchedulerDriver", self._driver).need_whole(request.state)  # as above
         return self._need(request.state, len(request))
 
     def _schedule(self, request: ScheduledRequest) -> int:
-        """Compute tokens of a request; how many, or why none."""
+        """Compute tokens of a request; return their number, or the reason for none."""
         driver, state, left = self._driver, request.state, self._left
         waits = request.status != "running"
         cached = driver.lookup(state) if not request.computed_tokens else 0
@@ -389,7 +385,7 @@ class VllmScheduler(Scheduler):
             return _BLOCKED
         if self._groups is not None and desired:
             desired = self._groups.chunk_tokens(state, int(desired))
-            if not desired:  # its chunk would end where nothing can be resumed from
+            if not desired:  # its chunk would end at a point from which no request can resume
                 return _BLOCKED if waits else 0
         target = start + int(desired)
         while True:
@@ -426,7 +422,7 @@ class VllmScheduler(Scheduler):
         return running[0] if self._oldest_first else running[-1]
 
     def _preempt(self, victim: ScheduledRequest) -> None:
-        """Free the blocks of a running request; it waits again, before all others."""
+        """Free the blocks of a running request; it waits again, first in the queue."""
         done = self._pass
         if self.wake(victim):
             done.sleepers -= 1
@@ -457,8 +453,8 @@ class VllmScheduler(Scheduler):
     # ---------------------------------------------------------------------------------------- passes in one go
 
     def plan(self, now_ms: float, until_ms: float) -> list[float]:
-        """Return when passes end that only decode, as long as each starts before a moment; see `Scheduler.plan`."""
-        # The length of a burst is unknown before it is drawn, and a prefill engine hands over after a token.
+        """Return the ends of passes that only decode and start before `until_ms`; see `Scheduler.plan`."""
+        # The length of a burst is unknown until it is drawn, and a prefill engine hands over after a token.
         if self._accepted is not None or not self._decodes:
             return []
         if self._parking is not None and not self._parking.is_quiet:
@@ -470,13 +466,13 @@ class VllmScheduler(Scheduler):
         return self._decode_ends(now_ms, until_ms, count) if count > 0 else []
 
     def run_plan(self, ends: list[float]) -> None:
-        """Run passes that were planned."""
-        for request in self._awake:  # somebody has looked at it since
+        """Run planned passes."""
+        for request in self._awake:  # a caller has woken it since the plan
             self._generate_quietly(request, ends)
         self._calendar.ran(ends)
 
     def _quiet_passes(self) -> int:
-        """How many passes from now on do nothing but decode every running request, all of which sleep."""
+        """Return the number of next passes that only decode the running requests, which all sleep."""
         running, waiting = self._running, self._waiting
         if not running or len(running) > self._budget:
             return 0
@@ -489,7 +485,7 @@ class VllmScheduler(Scheduler):
         return self._calendar.quiet_passes
 
     def _decode_ends(self, now_ms: float, until_ms: float, count: int) -> list[float]:
-        """When the next `count` passes end that only decode; only those that start before a moment."""
+        """Return the ends of the next `count` passes, which only decode; only those that start before `until_ms`."""
         manager, running, model = self._driver.manager, self._running, self._performance
         size = manager.block_size
         active, total = manager.num_active_blocks * size, manager.num_blocks * size
@@ -498,11 +494,11 @@ class VllmScheduler(Scheduler):
         if self._release.prefill_generates:
             lengths = range(length, length + count * len(running), len(running))
             return self._decode_times.ends(now_ms, until_ms, lengths)
-        # This one does not look at the mean length, which grows by a token a pass.
+        # This model ignores the mean length, which grows by a token a pass.
         if isinstance(model, PolynomialModel):
             step = rounded_ms(model.decode_ms(active, total, mean), self._decode_speedup)
             ends = moments(now_ms, step, count)
-            del ends[1 + bisect_left(ends, until_ms) :]  # the first starts now; another, when the one before it ends
+            del ends[1 + bisect_left(ends, until_ms) :]  # the first starts now, each other when the one before it ends
             return ends
         ends, end = [], now_ms
         while len(ends) < count and end < until_ms:
@@ -540,12 +536,12 @@ class VllmScheduler(Scheduler):
                 for request, length in zip(ready, lengths, strict=True)
                 if request.generated_tokens or request not in prefilled
             ]
-        # Before anything is generated: a model of a user's own may raise.
+        # Before any token is generated, because a user's own model may raise.
         decode_ms = 0.0
         if self._decodes and (charged or done.sleepers):
             decode_ms = self._decode_ms(sum(charged) + self._calendar.tokens, len(charged) + done.sleepers)
         for request in ready:
-            if request.status != "running":  # preempted for one before it
+            if request.status != "running":  # preempted for a request before it
                 continue
             tokens = self._next_tokens(request)
             if self._powers.generate_run is not None:
@@ -553,7 +549,7 @@ class VllmScheduler(Scheduler):
             else:
                 tokens = self._generate(request, tokens)
             if tokens:
-                request.computed_tokens += len(tokens) - 1  # drafts were computed as they were tried
+                request.computed_tokens += len(tokens) - 1  # drafts were computed when they were tried
                 done.note_tokens(request, tokens)
                 if request.generated_tokens == request.max_output_tokens:
                     self._finish(request)
@@ -568,16 +564,15 @@ class VllmScheduler(Scheduler):
         done.decode_lengths = lengths
 
     def accept_drafts(self, accepted: AcceptedDrafts | None) -> None:
-        """Accept drafts (`Scheduler.accept_drafts`); Dynamo's mock of vLLM drops the last block of a hit then."""
+        """Accept drafts (`Scheduler.accept_drafts`); Dynamo's mock of vLLM then drops the last block of a hit."""
         super().accept_drafts(accepted)
         if accepted is not None and self._powers.drop_last is not None:
             self._powers.drop_last(self.drops_last)
 
     def _reserve_bursts(self, bursts: BurstDriver, drafts: int) -> None:
-        """Take blocks for the most that each request may generate, before drafts are drawn; a request that lacks some
-        preempts.
+        """Take blocks for the maximum burst of each request, before drafts are drawn; preempt if blocks are missing.
 
-        What is not generated is given back as the pass ends (1.6.1, by its recorded replays).
+        Unused blocks are returned at the end of the pass (1.6.1, by its recorded replays).
         """
         for request in list(self._running):
             left = request.max_output_tokens - request.generated_tokens
@@ -587,7 +582,7 @@ class VllmScheduler(Scheduler):
                 self._preempt_one()
 
     def _generate(self, request: ScheduledRequest, tokens: list[int]) -> list[int]:
-        """Append tokens to a request, each with the block that it needs; return those that found room."""
+        """Append tokens to a request, each with the block that it needs; return the tokens that found room."""
         for at, token in enumerate(tokens):
             while not self._driver.generate(request.state, token):
                 self._preempt_one()
@@ -596,9 +591,9 @@ class VllmScheduler(Scheduler):
         return tokens
 
     def _preempt_one(self) -> None:
-        """Preempt the one whose turn it is, for one that runs."""
+        """Preempt the next victim, to make room for a running request."""
         victim = self._victim()
-        assert victim is not None  # that one runs itself
+        assert victim is not None  # at least the request that needs room is running
         self._preempt(victim)
 
     def _finish(self, request: ScheduledRequest) -> None:
@@ -610,7 +605,7 @@ class VllmScheduler(Scheduler):
         self._pass.finished.append(request)
 
     def _decode_ms(self, tokens: int, count: int) -> float:
-        """How long the decode of `count` requests takes, which have `tokens` tokens together."""
+        """Return the duration of a decode step of `count` requests with `tokens` tokens in total."""
         manager = self._driver.manager
         if self._release.prefill_generates:
             return self._decode_times.ms(tokens, count)
@@ -620,4 +615,4 @@ class VllmScheduler(Scheduler):
 
 
 make_scheduler = VllmScheduler
-"""The scheduler of every release over vLLM's blocks; see `SchedulerSpec`."""
+"""The scheduler of every release on vLLM's blocks; see `SchedulerSpec`."""

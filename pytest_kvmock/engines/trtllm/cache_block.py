@@ -1,4 +1,4 @@
-"""One block of TensorRT-LLM's V1, and its users, sequences."""
+"""One block of TensorRT-LLM's V1, and the sequences that use blocks."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ class CacheBlock:
 
     Attributes:
         id: its number in its window.
-        level: where its memory is now: `PRIMARY` or `SECONDARY`.
-        key: the tokens that it was last given for; None if it never had any.
-        name: as it was last published.
+        level: the present place of its memory: `PRIMARY` or `SECONDARY`.
+        key: the tokens for which it was last allocated; None if there were none.
+        name: the name under which it was last published.
         parent: the block before it in the tree; None if it is not in the tree.
-        children: those behind it.
-        refs: how many sequences use it.
+        children: the blocks behind it.
+        refs: number of sequences that use it.
         is_free: whether it is in a queue.
-        priority: by which it is evicted, from 0 to 100.
-        duration: how long that lasts once it is free, in ms; None: forever.
-        expires: when it ends, while it is free; None: never.
-        sequence: the sequence that took it last as a fresh block.
+        priority: eviction priority, from 0 to 100.
+        duration: time in ms for which the priority lasts once the block is free; None: forever.
+        expires: time at which the priority ends while the block is free; None: never.
+        sequence: the last sequence that took it as a new block.
     """
 
     __slots__ = (
@@ -55,11 +55,11 @@ class CacheBlock:
 
     @property
     def is_leaf(self) -> bool:
-        """Whether nothing stands behind it."""
+        """Whether no block is behind it."""
         return not self.children
 
     def leave(self) -> None:
-        """Leave the tree, if it is there."""
+        """Leave the tree if it is in it."""
         if self.parent is not None:
             assert self.key is not None
             self.parent.children.remove(self.key)
@@ -67,13 +67,13 @@ class CacheBlock:
 
 
 class BlockHolder:
-    """A sequence, which uses blocks.
+    """A sequence that uses blocks.
 
     Attributes:
-        keys: what its prompt carries in addition to its tokens; None if there is nothing.
-        tables: its blocks in each window, by the tokens of the window; those that left the window stay listed.
-        left: blocks that left a window, in all windows together.
-        spoilt: windows in which it stores nothing at its end, as another took a block that it had taken fresh.
+        keys: what its prompt carries in addition to its tokens; None if nothing.
+        tables: its blocks in each window, by the tokens of the window; blocks that left the window stay listed.
+        left: number of blocks that left a window, in all windows together.
+        spoilt: windows in which it stores nothing at its end, because another sequence took a block that was new to it.
     """
 
     __slots__ = ("keys", "left", "spoilt", "tables")
@@ -83,7 +83,7 @@ class BlockHolder:
         self.forget()
 
     def forget(self) -> None:
-        """Forget its blocks."""
+        """Drop its blocks."""
         self.left = 0
         self.tables: dict[int, list[CacheBlock]] = {}
         self.spoilt: set[int] = set()

@@ -1,4 +1,4 @@
-"""The children of a block, in the order in which a C++ `unordered_map` walks them."""
+"""The children of a block, in the iteration order of a C++ `unordered_map`."""
 
 from __future__ import annotations
 
@@ -11,28 +11,28 @@ BlockT = TypeVar("BlockT")
 
 # Theory of operation
 #
-# TensorRT-LLM keeps children in an `unordered_map` keyed by their hash without a parent, and which of equals is found
-# first, and the order of a Removed of several children, are those of its walk. libstdc++ has one list of all nodes, in
-# which those of one bucket stand together: a new node goes to the front of its bucket's run, and the first one of a
-# bucket to the front of all (`_M_insert_bucket_begin`). More nodes than buckets take the next number of buckets, and
-# all nodes are put in again in the order of the walk (`_M_rehash_aux`); it never falls. So a run is a list, newest
-# last, and runs are a dict by bucket, newest last, and the walk is both backwards.
+# TensorRT-LLM keeps children in an `unordered_map` keyed by their hash without a parent. Its iteration order decides
+# which of several equal matches is found first, and the order of a Removed of several children. libstdc++ has one list
+# of all nodes, in which the nodes of a bucket are a run: a new node goes to the front of its bucket's run, and the
+# first node of a bucket to the front of the list (`_M_insert_bucket_begin`). If there are more nodes than buckets, the
+# number of buckets grows, and all nodes are inserted again in iteration order (`_M_rehash_aux`); it never shrinks. So
+# here a run is a list, runs are a dict by bucket, both with the newest last, and the walk goes backwards through both.
 #
 # An only child needs no bucket: its hash is computed when a second child comes.
 
 _BUCKETS: Final = (1, 13, 29, 59, 127, 257, 541, 1109, 2357, 5087, 10273, 20753, 42043, 85229, 172933, 351061, 712697)
-"""Numbers of buckets that such a map goes through as it grows (`_Prime_rehash_policy`)."""
+"""Numbers of buckets of such a map as it grows (`_Prime_rehash_policy`)."""
 
 
 class ChildMap(Generic[BlockT]):
-    """Children by key; walked in the order of libstdc++."""
+    """Children by key, walked in the order of libstdc++."""
 
     __slots__ = ("_blocks", "_by_first", "_growth", "_hashes", "_runs")
 
     def __init__(self) -> None:
         self._blocks: dict[BlockKey, BlockT] = {}
         self._by_first: dict[BlockKey, dict[BlockKey, None]] = {}
-        self._runs: dict[int, list[BlockKey]] = {}  # of all, once there have been two
+        self._runs: dict[int, list[BlockKey]] = {}  # of all children, after there have been two
         self._hashes: dict[BlockKey, int] = {}
         self._growth = 0
 
@@ -40,7 +40,7 @@ class ChildMap(Generic[BlockT]):
         return len(self._blocks)
 
     def get(self, key: BlockKey) -> BlockT | None:
-        """The child of exactly this key."""
+        """Return the child with exactly this key."""
         return self._blocks.get(key)
 
     def add(self, key: BlockKey, block: BlockT) -> None:
@@ -59,7 +59,7 @@ class ChildMap(Generic[BlockT]):
             self._put(key)
 
     def remove(self, key: BlockKey) -> None:
-        """Take a child out."""
+        """Remove a child."""
         del self._blocks[key]
         first = _first(key)
         del self._by_first[first][key]
@@ -83,15 +83,13 @@ class ChildMap(Generic[BlockT]):
         return (key for run in reversed(self._runs.values()) for key in reversed(run))
 
     def walk(self) -> list[BlockT]:
-        """All children, in the order of the walk."""
+        """Return all children, in the order of the walk."""
         if len(self._blocks) < 2:
             return list(self._blocks.values())
         return [self._blocks[key] for key in self._walk()]
 
     def alike(self, key: BlockKey) -> list[tuple[int, BlockT]]:
-        """Children of the same adapter and salt that begin as a key does: how many tokens each has in common, and
-        which.
-        """
+        """Return each child with a key's adapter, salt and first token, after the number of their common tokens."""
         return [(_common(key.tokens, each.tokens), self._blocks[each]) for each in self._by_first.get(_first(key), ())]
 
 

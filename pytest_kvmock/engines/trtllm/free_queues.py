@@ -1,4 +1,4 @@
-"""The queues of free blocks: one a level and priority, of which the lowest is evicted from first."""
+"""The queues of free blocks: one for each level and priority; the lowest priority is evicted first."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from pytest_kvmock.engines.trtllm.cache_block import DEFAULT_PRIORITY, CacheBloc
 
 
 class FreeQueues:
-    """Free blocks of both levels, used or cached before or not (`LRUEvictionPolicy`).
+    """Free blocks of both levels, new, used or cached ones (`LRUEvictionPolicy`).
 
     Args:
-        levels: the blocks of each, in the order in which they are taken first.
+        levels: the blocks of each level, in the order in which they are first taken.
 
     Attributes:
-        now: the time by which priorities expire, in ms.
-        free: how many blocks of each level are free.
+        now: the present time for the expiry of priorities, in ms.
+        free: number of free blocks of each level.
     """
 
     __slots__ = ("_expiring", "_queues", "free", "now")
@@ -32,12 +32,12 @@ class FreeQueues:
                 self.release(block)
 
     def first(self, level: int) -> CacheBlock:
-        """The oldest free block of the lowest priority of a level, which has one."""
+        """Return the oldest free block of the lowest priority of a level; the level must have a free block."""
         queues = self._queues[level]
         return next(iter(queues[min(queues)].values()))
 
     def claim(self, block: CacheBlock, priority: int | None = None, duration: float | None = None) -> None:
-        """Take a block out of its queue, if it is free, with a duration and, if one is given, a priority."""
+        """Take a block out of its queue if it is free; set its duration, and its priority if one is given."""
         if block.is_free:
             self._leave(block)
         if priority is not None:
@@ -45,7 +45,7 @@ class FreeQueues:
         block.duration, block.expires = duration, None
 
     def release(self, block: CacheBlock) -> None:
-        """Put a block at the end of the queue of its level and priority; what has a duration expires after it."""
+        """Put a block at the end of the queue of its level and priority; after its duration, the priority expires."""
         block.is_free = True
         self._queues[block.level].setdefault(block.priority, OrderedDict())[block.id] = block
         self.free[block.level] += 1
@@ -63,15 +63,15 @@ class FreeQueues:
         self.free[block.level] -= 1
 
     def refresh(self) -> None:
-        """Move what has expired to the end of the queue of the default priority."""
+        """Move blocks whose priority has expired to the end of the queue of the default priority."""
         while self._expiring and self._expiring[0][0] <= self.now:
             expires, _, block = heapq.heappop(self._expiring)
-            if block.expires == expires:  # if not, it was claimed since then
+            if block.expires == expires:  # if not, the block was claimed in the meantime
                 self._leave(block)
                 block.priority, block.expires = DEFAULT_PRIORITY, None
                 self.release(block)
 
     def order(self, level: int) -> Iterator[CacheBlock]:
-        """The free blocks of a level, in the order in which they are evicted."""
+        """Return the free blocks of a level, in the order of eviction."""
         queues = self._queues[level]
         return (block for priority in sorted(queues) for block in queues[priority].values())

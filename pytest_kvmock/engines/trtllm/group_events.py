@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 class GroupEvents:
     """Queues events in V2's order (`_event_manager.KVCacheEventManager`).
 
-    A Stored joins the layer group's last one if that ended with its parent. A Removed waits for its layer group's next
-    Stored, any Updated, a Stored of its own of another, or the end of the iteration.
+    A Stored joins the layer group's last Stored if this ended with its parent. A Removed waits until a Stored of its
+    layer group, an Updated of any group, a separate Stored of another group, or the end of the iteration.
     """
 
     __slots__ = ("_joinable", "_queue", "_removed")
@@ -42,11 +42,11 @@ class GroupEvents:
             self._queue.append(Queued(group, "removed", names=waiting[0], digests=waiting[1]))
 
     def created(self, group: int, slots: tuple[int, ...]) -> None:
-        """Queue how many slots each level has."""
+        """Queue the number of slots of each level."""
         self._add(Queued(group, "created", levels=slots))
 
     def stored(self, block: TreeBlock, group: int, keys: PromptKeys | None) -> None:
-        """Queue a Stored of a block's page of a layer group."""
+        """Queue a Stored of a block's page in a layer group."""
         parent, page = block.parent, block.pages[group]
         assert parent is not None
         assert page is not None
@@ -68,14 +68,14 @@ class GroupEvents:
         self._joinable[group] = event
 
     def removed(self, blocks: Sequence[TreeBlock]) -> None:
-        """Have a Removed of blocks wait, in each layer group that they are announced for."""
+        """Let a Removed of blocks wait, in each layer group in which they are announced."""
         for group in sorted({group for block in blocks for group in block.announced}):
             self._wait(group, [block for block in blocks if group in block.announced])
         for block in blocks:
             block.announced.clear()
 
     def removed_group(self, block: TreeBlock, group: int) -> None:
-        """Have a Removed of a block wait, in one layer group."""
+        """Let a Removed of a block wait, in one layer group."""
         if group in block.announced:
             self._wait(group, [block])
             block.announced.remove(group)
@@ -87,7 +87,7 @@ class GroupEvents:
         self._joinable.pop(group, None)
 
     def updated(self, group: int, block: TreeBlock, levels: tuple[int, int]) -> None:
-        """Queue an Updated: a layer group's page of a block has another level, from and to."""
+        """Queue an Updated: a block's page in a layer group has changed its level, from and to."""
         self._add(Queued(group, "updated", names=[block.name], levels=levels, digests=[block.digest]))
 
     def take(self) -> list[Queued]:

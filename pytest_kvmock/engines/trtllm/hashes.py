@@ -1,6 +1,4 @@
-"""How TensorRT-LLM names blocks: `v1_block_key`, a chain of 64-bit numbers, or V2's chain of sha256; numbers are
-unsigned.
-"""
+"""Block names of TensorRT-LLM: V1's chain of 64-bit numbers (`v1_block_key`), or V2's chain of sha256; all unsigned."""
 
 from __future__ import annotations
 
@@ -21,10 +19,10 @@ _GOLDEN: Final = 0x9E3779B9
 
 
 class BlockKey(NamedTuple):
-    """What distinguishes one child of a block from another (`BlockKey` of TensorRT-LLM).
+    """The key of a block among the children of its parent (`BlockKey` of TensorRT-LLM).
 
     Attributes:
-        tokens: of the block; fewer than it has room for where it is partial.
+        tokens: tokens of the block; a partial block has fewer than its size.
         adapter: number of the LoRA adapter; None if there is none.
         salt: number of the salt; None if there is none.
     """
@@ -38,7 +36,7 @@ class BlockKey(NamedTuple):
 def _mix32(token: int) -> int:
     token = ((token >> 16) ^ token) * 0x45D9F3B & _U32
     token = ((token >> 16) ^ token) * 0x45D9F3B & _U32
-    return ((token >> 16) ^ token) + _GOLDEN & _U32  # without the wrap, as a proposal's copy has it, hashes differ
+    return ((token >> 16) ^ token) + _GOLDEN & _U32  # without the wrap, as in a proposal's copy, hashes differ
 
 
 def _mix64(number: int) -> int:
@@ -52,7 +50,7 @@ def v1_block_key(key: BlockKey, parent: int = 0) -> int:
 
     Args:
         key: its tokens, from 0 to 2**32 - 1, adapter and salt.
-        parent: the name of the block before it; 0: it is a root, and its salt is a part of its name.
+        parent: the name of the block before it; 0 for a root, whose name includes its salt.
     """
     seed = len(key.tokens) ^ parent * 0xBF58476D1CE4E5B9 & _U64
     if key.salt is not None and not parent:
@@ -66,11 +64,10 @@ def v1_block_key(key: BlockKey, parent: int = 0) -> int:
 
 @lru_cache(maxsize=256)
 def salt_number(salt: str | int) -> int:
-    """The number of a salt: one that is given as a number is itself; of a text, the first 8 bytes, little endian, of a
-    digest.
+    """Return the number of a salt: a number itself, or for a text, the first 8 bytes of its digest, little endian.
 
-    The digest is blake3, as in the hash module that TensorRT-LLM's routers use, where the package of that name is
-    installed; else sha256, which one version of V2's adapter takes.
+    The digest is blake3 if the package `blake3` is installed, as in the hash module of TensorRT-LLM's routers; else
+    sha256, as in one version of V2's adapter.
     """
     if isinstance(salt, int):
         return salt
@@ -85,7 +82,7 @@ def salt_number(salt: str | int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class ReuseScope:
-    """What names blocks in addition to their tokens; a `BlockHasher` is one that names them, too.
+    """The data that names blocks in addition to their tokens. Its subclasses are the hashers (`BlockHasher`).
 
     Attributes:
         adapter: number of the LoRA adapter; None if there is none.
@@ -98,18 +95,19 @@ class ReuseScope:
     salt: int | None = None
 
     def looking_ahead(self, lookahead: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
-        """Return this hasher: no name of these looks ahead."""
+        """Return this hasher: these names never look ahead."""
         return self
 
     def of_event(self, extra: EventExtra, position: int) -> Self:  # noqa: ARG002 - the signature of BlockHasher
-        """Return the hasher of the adapter and salt that travel with an event."""
+        """Return the hasher for the adapter and salt of an event."""
         salt = extra.get("cache_salt")
         return type(self)(extra.get("lora_id"), None if salt is None else salt_number(salt))
 
     @classmethod
     def of_prompt(cls, keys: object, lora_ids: LoraIds, *, to_look: bool = False) -> Self:
-        """That of a request with these `PromptKeys`, whose adapter is numbered by its first use, which a look is not;
-        None if it has none.
+        """Return the scope of a request with these `PromptKeys`.
+
+        Adapters are numbered in the order of their first use; a look-up does not count as a use.
         """
         adapter, salt = getattr(keys, "lora_name", None), getattr(keys, "cache_salt", None)
         number = lora_ids.looked_up if to_look else lora_ids.of
@@ -118,15 +116,16 @@ class ReuseScope:
 
 @dataclass(frozen=True, slots=True)
 class V1Hasher(ReuseScope):
-    """Names blocks by `v1_block_key`; its digests are the eight bytes of a name. Attributes as of `ReuseScope`."""
+    """Names blocks by `v1_block_key`; a digest has the eight bytes of a name. Attributes: see `ReuseScope`."""
 
     def key(self, tokens: Sequence[int]) -> BlockKey:
-        """The key of a block of these tokens."""
+        """Return the key of a block with these tokens."""
         return BlockKey(tuple(tokens), self.adapter, self.salt)
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
-        """Chained digest of each block of these tokens, also of a last one that is not full; see
-        `BlockHasher.digests`.
+        """Return the chained digest of each block of these tokens, a last partial one included.
+
+        See `BlockHasher.digests`.
         """
         before, found = 0 if parent is None else self.name(parent), []
         for start in range(0, len(tokens), block_size):
@@ -135,18 +134,19 @@ class V1Hasher(ReuseScope):
         return found
 
     def name(self, digest: bytes) -> int:
-        """The number that a digest has the bytes of."""
+        """Return the number whose bytes are the digest."""
         return int.from_bytes(digest, "big")
 
 
 @dataclass(frozen=True, slots=True)
 class V2Hasher(ReuseScope):
-    """Names blocks by `v2_sha256`: a name is its first 8 bytes, big endian, `v2_sha256_64`. Attributes as of
-    `ReuseScope`.
+    """Names blocks by `v2_sha256`; a name is the digest's first 8 bytes, big endian (`v2_sha256_64`).
+
+    Attributes: see `ReuseScope`.
     """
 
     def root(self) -> bytes:
-        """The digest that the first blocks chain to (`reuse_scope_to_bytes`)."""
+        """Return the digest to which the first blocks are chained (`reuse_scope_to_bytes`)."""
         fields = (self.adapter, self.salt)
         mask = sum((field is not None) << place for place, field in enumerate(fields))
         return sha256(
@@ -154,8 +154,9 @@ class V2Hasher(ReuseScope):
         ).digest()
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - the signature of BlockHasher
-        """Chained digest of each block of these tokens, also of a last one that is not full; see
-        `BlockHasher.digests`.
+        """Return the chained digest of each block of these tokens, a last partial one included.
+
+        See `BlockHasher.digests`.
         """
         before, found = self.root() if parent is None else parent, []
         for start in range(0, len(tokens), block_size):
@@ -165,7 +166,7 @@ class V2Hasher(ReuseScope):
         return found
 
     def name(self, digest: bytes) -> int:
-        """The number that represents a digest."""
+        """Return the number that represents a digest."""
         return int.from_bytes(digest[:8], "big")
 
 
@@ -174,4 +175,4 @@ HASH_ALGOS: Final[dict[str, type[V1Hasher | V2Hasher]]] = {
     "v2_sha256": V2Hasher,
     "v2_sha256_64": V2Hasher,
 }
-"""What names blocks by each algorithm of V2."""
+"""The hasher for each algorithm of V2."""

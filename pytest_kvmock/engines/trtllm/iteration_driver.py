@@ -1,4 +1,4 @@
-"""What the drivers of both cache managers of TensorRT-LLM share: iterations, and the groups of a manager."""
+"""The common base of the drivers of TensorRT-LLM's cache managers: iterations, and the groups of a manager."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ManagerT = TypeVar("ManagerT", V1Manager, V2Manager)
 
 
 class IterationDriver(Generic[ManagerT]):
-    """Turns requests into the calls of TensorRT-LLM's engine.
+    """Turns requests into calls of TensorRT-LLM's engine.
 
     An iteration ends with each operation of a worker, or each pass of a scheduler.
 
     Args:
         manager: the cache.
-        windows: the window of each of its groups, in tokens; None: it is of attention.
-        prefix_caching: whether its requests reuse and leave anything.
+        windows: the window of each of its groups, in tokens; None for full attention.
+        prefix_caching: whether its requests reuse cached blocks and leave blocks in the cache.
         rng: source of the names of partial blocks.
     """
 
@@ -57,41 +57,41 @@ class IterationDriver(Generic[ManagerT]):
                 for window in windows
             )
             self.traits = replace(self.traits, publishes_groups=True, groups=tuple(groups))
-        manager.flush()  # its first iteration, which has only the created event
+        manager.flush()  # the first iteration has only the created event
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Capabilities that not every driver has."""
         return Powers(begin_pass=self.begin_pass, end_iteration=self.end_iteration)
 
     def open(self, prompt: Prompt, *, to_look: bool = False) -> Any:
-        """A request that has no block yet."""
+        """Return a new request, without blocks."""
         rng = Random(0) if to_look else self._rng  # noqa: S311 - mock data
         return self.manager.new_request(prompt, rng=rng, to_look=to_look)
 
     def lookup(self, request: Any) -> int:
-        """Tokens of the request that are cached, a part of the last block included; its last token never counts."""
+        """Count the cached tokens of a request, including a part of the last block; its last token never counts."""
         return self.manager.lookup(request)
 
     def room(self) -> int:
-        """Blocks of the device that no request has; the fewest of a window or a pool."""
+        """Count the device blocks that no request has; the minimum over windows or pools."""
         return self.manager.num_free_blocks
 
     def adapter(self, request: Any) -> int:
-        """The number of a request's adapter; -1 without an adapter."""
+        """Return the number of a request's adapter; -1 without an adapter."""
         number: int | None = request.hasher.adapter
         return -1 if number is None else number
 
     def first_new_block(self, request: Any) -> Hashable | None:
-        """The first full block of a request that is not cached; V1 compares it without what stands before it."""
+        """Return the first full block of a request that is not cached; V1 compares it without its predecessors."""
         return self.manager.first_new_block(request)
 
     def clear(self) -> bool:
-        """Evict all that is cached."""
+        """Evict all cached blocks."""
         return self.manager.clear()
 
     def extend(self, request: Any, tokens: Sequence[int]) -> None:
-        """Decode steps, one a token: each computes the token before, unless that was of the prompt."""
+        """Decode, one step a token: each step computes the token before it, unless that belongs to the prompt."""
         for token in tokens:
             if self._length(request) < len(request):
                 self._step(request)
@@ -99,31 +99,31 @@ class IterationDriver(Generic[ManagerT]):
         self._operation_over()
 
     def quiet_tokens(self, request: Any) -> int:
-        """Tokens that are computed, from the last one on, before one needs a block."""
+        """Count the tokens, from the last one on, that can be computed before one needs a block."""
         return -self._length(request) % self.manager.block_size
 
     def generate(self, request: Any, token: int) -> bool:
-        """Append a token; it gets its slot in the pass that computes it, the next one."""
+        """Append a token; it gets its slot in the next pass, which computes it."""
         request.tokens.append(token)
         return True
 
     def generate_quietly(self, request: Any, tokens: Sequence[int]) -> None:
-        """Compute the last token and append one, as often as there are tokens."""
+        """For each token, compute the last token of the request, and append this one."""
         step, output = self._step, request.tokens
         for token in tokens:
             step(request)
             output.append(token)
 
     def _length(self, request: Any) -> int:
-        """Tokens of a request that have room."""
+        """Count the tokens of a request that have room."""
         raise NotImplementedError
 
     def _step(self, request: Any) -> bool:
-        """Give a request room for one token more; False if there is none."""
+        """Give a request room for one more token; return False if there is none."""
         raise NotImplementedError
 
     def _store(self) -> None:
-        """Store what was computed of prompts."""
+        """Store the computed parts of prompts."""
         raise NotImplementedError
 
     def _operation_over(self) -> None:
@@ -132,13 +132,13 @@ class IterationDriver(Generic[ManagerT]):
             self.manager.flush()
 
     def begin_pass(self) -> None:
-        """An iteration begins."""
+        """Begin an iteration."""
         self._in_pass = True
 
     def end_iteration(self) -> None:
-        """End an iteration: its events are published."""
+        """End an iteration, and publish its events."""
         self._in_pass = False
         self._operation_over()
 
     def needs_no_output(self, request: Any) -> None:
-        """Its last token is computed all the same."""
+        """Do nothing: the last token of the request is computed all the same."""

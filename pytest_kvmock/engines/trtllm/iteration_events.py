@@ -1,4 +1,4 @@
-"""The events of one iteration of TensorRT-LLM, which become visible together at its end."""
+"""The events of one iteration of TensorRT-LLM; all become visible at its end."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.prompt_keys import PromptKeys
 
 REMOVED_ORDERS: Final = ("1.2", "2026-03")
-"""When a Removed is sent: in its place, or (#11883) before its window's next Stored and at the end of the iteration."""
+"""When a Removed is sent: at its place, or (#11883) before its window's next Stored or at the end of the iteration."""
 
 
 class QueuedBlock(NamedTuple):
@@ -29,19 +29,20 @@ class Queued:
     """An event of a window, or of a layer group, that waits for the end of its iteration.
 
     Attributes:
-        window: of which window, in tokens; of V2, of which layer group.
+        window: its window, in tokens; in V2, its layer group.
         kind: "created", "stored", "removed" or "updated".
-        parent: of a Stored, the block before the first; None for a root.
-        blocks: of a Stored.
-        names: of a Removed in their order, or of an Updated.
-        levels: of an Updated, those before and after; None if it stayed. Of "created", the blocks of each.
-        priorities: of an Updated, those before and after; None if they stayed.
+        parent: for a Stored, the block before the first; None for a root.
+        blocks: for a Stored, its blocks.
+        names: for a Removed, its blocks in order; for an Updated, its block.
+        levels: for an Updated, the levels before and after, or None if unchanged; for "created", the number of blocks
+            of each level.
+        priorities: for an Updated, the priorities before and after; None if unchanged.
         gone: names that left the tree without a Removed since the last event of the window: leaves that partial matches
             took.
-        keys: of a Stored, what the prompt carried in addition to its tokens.
-        position: of a Stored, how many blocks of it stand before the first.
-        digests: of V2, the digest of each block that it names.
-        parent_digest: of V2's Stored, that of the parent.
+        keys: for a Stored, what the prompt carried in addition to its tokens.
+        position: for a Stored, the number of blocks of its prompt before the first.
+        digests: in V2, the digest of each block that it names.
+        parent_digest: for a Stored in V2, the digest of the parent.
     """
 
     window: int
@@ -78,22 +79,22 @@ class IterationEvents:
         self._queue.append(event)
 
     def gone(self, window: int, name: int) -> None:
-        """Note a name that left the tree without a Removed, for the next event of its window."""
+        """Record a name that left the tree without a Removed, for the next event of its window."""
         self._gone.setdefault(window, []).append(name)
 
     def created(self, window: int, blocks: tuple[int, int]) -> None:
-        """Queue how many blocks each level of a window has."""
+        """Queue the number of blocks of each level of a window."""
         self._add(Queued(window, "created", levels=blocks))
 
     def stored(
         self, window: int, parent: int | None, blocks: Sequence[QueuedBlock], keys: PromptKeys | None, position: int
     ) -> None:
-        """Queue a Stored, each block the child of the one before; of a request, from one of its blocks on."""
+        """Queue a Stored of consecutive blocks of a request; each is the child of the block before it."""
         self._send_removed([window])
         self._add(Queued(window, "stored", parent, blocks, keys=keys, position=position))
 
     def removed(self, window: int, name: int) -> None:
-        """Queue a Removed of one block; it joins the event before, if that is one of the same window."""
+        """Queue a Removed of one block; it joins the previous event if this is a Removed of the same window."""
         if self._late:
             self._removed.setdefault(window, []).append(name)
         elif self._queue and (self._queue[-1].kind, self._queue[-1].window) == ("removed", window):
@@ -109,7 +110,7 @@ class IterationEvents:
         levels: tuple[int, int] | None = None,
         priorities: tuple[int, int] | None = None,
     ) -> None:
-        """Queue an Updated: a block has another level or another priority, from and to."""
+        """Queue an Updated: a block has changed its level or its priority, from and to."""
         self._add(Queued(window, "updated", names=[name], levels=levels, priorities=priorities))
 
     def _send_removed(self, windows: Iterable[int]) -> None:

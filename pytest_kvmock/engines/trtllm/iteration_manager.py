@@ -1,6 +1,4 @@
-"""What both managers of TensorRT-LLM share: an iteration's events in the house's terms, and what a request must
-have.
-"""
+"""The common base of TensorRT-LLM's managers: it turns the events of an iteration into events of this package."""
 
 from __future__ import annotations
 
@@ -35,18 +33,18 @@ class IterationManager(RequestLevel):
         block_size: tokens a block, at least 1.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None to publish nothing and consume no event id.
-        backend: its name.
-        max_seq_len: most tokens of a request, or None.
-        event_buffer: how many events of an iteration are kept; older ones are dropped. None to keep all.
+        backend: name of the backend.
+        max_seq_len: maximum tokens of a request, or None.
+        event_buffer: number of events of an iteration that are kept; older ones are dropped. None to keep all.
         flags: arguments that must be True or False, by name.
-        events: what queues events.
+        events: the queue of events.
 
     Raises:
         ValueError: an argument is invalid.
 
     Attributes:
         event_buffer: as given.
-        enable_caching: whether requests reuse and leave anything.
+        enable_caching: whether requests reuse cached blocks and leave blocks in the cache.
     """
 
     def __init__(
@@ -77,13 +75,13 @@ class IterationManager(RequestLevel):
         self._queue = events
 
     def turn_caching_off(self) -> None:
-        """Have an engine that caches nothing from the start, before its first request."""
+        """Turn caching off; call it before the first request."""
         self.enable_caching = False
 
     def _scope(
         self, keys: object, adapter: int | None, cache_salt: int | None, *, to_look: bool
     ) -> tuple[int | None, int | None]:
-        """Numbers of the adapter and the salt of a request: those that are given, or those of its prompt's keys."""
+        """Return the numbers of a request's adapter and salt: the given ones, or else those of its prompt's keys."""
         of_prompt = ReuseScope.of_prompt(keys, self._lora_ids, to_look=to_look)
         return (
             of_prompt.adapter if adapter is None else adapter,
@@ -93,7 +91,7 @@ class IterationManager(RequestLevel):
     # ---------------------------------------------------------------------------------------------------- events
 
     def flush(self) -> None:
-        """End an iteration: publish its events, or as many of the last ones as the buffer has room for."""
+        """End an iteration: publish its events, or only the last ones that fit into the buffer."""
         taken = self._queue.take()
         if self._publisher.sink is None:
             return
@@ -105,7 +103,7 @@ class IterationManager(RequestLevel):
         self._publisher.surface()
 
     def _published(self, event: Queued) -> tuple[EventData, BlockTokens | None, dict[str, Any]]:
-        """An event in the house's terms: what it says, its tokens, and what travels with it."""
+        """Return an event as this package publishes it: its data, its tokens, and its extra fields."""
         extra = self._extra(event)
         if event.kind == "created":
             return Cleared(), None, {**extra, "blocks_per_level": event.levels}
@@ -130,13 +128,13 @@ class IterationManager(RequestLevel):
         return Stored(event.parent, names, tuple(local)), tokens, extra
 
     def _extra(self, event: Queued) -> dict[str, Any]:
-        """What travels with an event."""
+        """Return the extra fields of an event."""
         raise NotImplementedError
 
     # --------------------------------------------------------------------------------------------------- queries
 
     def _in_use(self) -> Iterator[tuple[Block, int]]:
-        """Each block that requests use, and how many references they have to it."""
+        """Yield each block that requests use, with the number of references to it."""
         raise NotImplementedError
 
     @property
@@ -146,12 +144,12 @@ class IterationManager(RequestLevel):
 
     @property
     def active_blocks(self) -> Mapping[Block, int]:
-        """References to each block in use; one that is not in the tree, as a partial one, has a UUID."""
+        """References to each block in use; a block outside the tree, such as a partial one, has a UUID."""
         blocks: Counter[Block] = Counter()
         for block, refs in self._in_use():
             blocks[block] += refs
         return blocks
 
     def references(self, block: Block) -> int:
-        """References to one block now; 0 if it is not in use."""
+        """Count the references to one block; 0 if it is not in use."""
         return self.active_blocks.get(block, 0)

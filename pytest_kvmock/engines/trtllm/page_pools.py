@@ -1,6 +1,4 @@
-"""The pages of TensorRT-LLM's V2: slots of each level and pool, queues in order of eviction, and the fall from level
-to level.
-"""
+"""The pages of TensorRT-LLM's V2: slots of each level and pool, eviction queues, and the moves to lower levels."""
 
 from __future__ import annotations
 
@@ -15,17 +13,17 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A page is locked (a running sequence reads it), held (by suspended ones) or droppable. The original frees pages when
-# the last reference goes; here a page dies when no sequence uses it and no queue has it, and what is on its way between
-# levels is in lists of `_fall` alone. The order in which lists are emptied, last first, is that of CPython (rule: it
-# decides which of several lost pages takes its children along).
+# A page is locked (a running sequence reads it), held (by suspended sequences) or droppable. The original frees a page
+# when its last reference is gone; here a page dies when no sequence uses it and it is in no queue. A page that moves
+# between levels is only in the lists of `_fall`. As in CPython, lists are emptied from the end (this is a rule: it
+# decides which of several lost pages removes its children).
 
 
 class NoRoomError(Exception):
     """No room on a level (`OutOfPagesError`).
 
     Attributes:
-        waiting: pages that were on their way; the handler gives them to `PagePools.lose`.
+        waiting: pages that were moving; the handler passes them to `PagePools.lose`.
     """
 
     def __init__(self) -> None:
@@ -37,16 +35,16 @@ class PagePools:
     """Slots and queues of all levels (`StorageManager`).
 
     Args:
-        slots: of each level, those of each pool.
+        slots: number of slots of each pool, for each level.
         pool_of: the pool of each layer group.
-        events: where events are queued.
+        events: the queue of events.
 
     Attributes:
         slots: as given.
         pool_of: as given.
-        free: free slots of each level and pool.
+        free: number of free slots of each level and pool.
         queues: pages of each level and pool, the next to be evicted first.
-        page_lost: called with the block and the layer group of a page that is lost.
+        page_lost: called with the block and the layer group of a lost page.
     """
 
     __slots__ = ("_events", "free", "page_lost", "pool_of", "queues", "slots")
@@ -64,12 +62,12 @@ class PagePools:
         return len(self.slots) - 1
 
     def utilization(self) -> float:
-        """Share of the device's slots that are neither free nor could be evicted: the highest of a pool."""
+        """Return the share of device slots that are neither free nor evictable; the maximum over pools."""
         rows = zip(self.slots[0], self.free[0], self.queues[0], strict=True)
         return max((total - free - len(queue)) / total for total, free, queue in rows)
 
     def pools_of(self, counts: Sequence[int]) -> list[int]:
-        """Counts of layer groups, by pool."""
+        """Return the counts of layer groups, added up by pool."""
         found = [0] * len(self.slots[0])
         for group, count in enumerate(counts):
             found[self.pool_of[group]] += count
@@ -86,24 +84,24 @@ class PagePools:
         self._queue(page)[page] = None
 
     def dequeue(self, page: Page) -> None:
-        """Take a page out of its queue, if it is in one."""
+        """Take a page out of its queue if it is in one."""
         if page.is_queued:
             del self._queue(page)[page]
             page.is_queued = False
 
     def hold(self, page: Page) -> None:
-        """Keep a page: it leaves the queue of the last level alone."""
+        """Hold a page; it leaves its queue only on the last level."""
         page.holds += 1
         if page.level == self.last:
             self.dequeue(page)
 
     def lock(self, page: Page) -> None:
-        """Read a page of the device, which leaves its queue."""
+        """Lock a page of the device: a sequence reads it, and it leaves its queue."""
         page.locks += 1
         self.dequeue(page)
 
     def unlock(self, page: Page) -> None:
-        """Read it no more: a page that is still held may fall, if there is a level below."""
+        """Unlock a page; a page that is still held may move to a lower level, if there is one."""
         page.locks -= 1
         if page.locks:
             return
@@ -113,13 +111,13 @@ class PagePools:
             self.enqueue(page)
 
     def release(self, page: Page) -> None:
-        """Keep it no more."""
+        """Drop a hold of a page."""
         page.holds -= 1
         if page.is_droppable:
             self._let_go(page)
 
     def _let_go(self, page: Page) -> None:
-        """Release a page that is no longer used: it waits for its eviction, or dies if no look-up can find it."""
+        """Release an unused page: it waits for its eviction, or dies if no look-up can find it."""
         if page.found_block is not None:
             if not page.is_queued:
                 self.enqueue(page)
@@ -128,7 +126,7 @@ class PagePools:
             self.die(page)
 
     def die(self, page: Page) -> None:
-        """Free the slot of a page that no sequence uses and no queue has; its block may leave the tree."""
+        """Free the slot of a page that no sequence uses and that is in no queue; its block may leave the tree."""
         if page.block is not None:
             block, page.block = page.block, None
             block.pages[page.group] = None
@@ -136,13 +134,13 @@ class PagePools:
         self.free[page.level][self.pool_of[page.group]] += 1
 
     def lose(self, pages: Iterable[Page]) -> None:
-        """Lose pages that were on their way, where no sequence uses them."""
+        """Lose the moving pages that no sequence uses."""
         for page in pages:
             if page.is_droppable and not page.is_queued:
                 self.die(page)
 
     def unlink(self, page: Page) -> None:
-        """Take the name of a page, as its block is gone; it dies if it waits for its eviction."""
+        """Remove a page from its block, which is gone; the page dies if it waits for its eviction."""
         page.block = None
         if page.is_droppable and page.is_queued:
             self.dequeue(page)
@@ -151,10 +149,10 @@ class PagePools:
     # --------------------------------------------------------------------------------------------------- room
 
     def take(self, counts: Sequence[int]) -> None:
-        """Take slots of the device, `counts` by layer group, where room is made for them.
+        """Take device slots, `counts` by layer group; make room if needed.
 
         Raises:
-            NoRoomError: no page is free; nothing is taken.
+            NoRoomError: there is no room; nothing is taken.
         """
         wanted = self.pools_of(counts)
         if any(want > free for want, free in zip(wanted, self.free[0], strict=True)):
@@ -163,10 +161,10 @@ class PagePools:
             self.free[0][pool] -= want
 
     def make_room(self, wanted: Sequence[int]) -> None:
-        """Have `wanted` slots of each pool of the device free.
+        """Make at least `wanted` slots of each device pool free.
 
         Raises:
-            NoRoomError: that cannot be.
+            NoRoomError: this is not possible.
         """
         fallen: list[list[Page]] = [[] for _ in wanted]
         accepted: list[list[list[Page]]] = []
@@ -178,8 +176,9 @@ class PagePools:
             raise
 
     def _fall(self, level: int, goals: Sequence[int], fallen: list[list[Page]], on_way: list[list[list[Page]]]) -> None:
-        """Make room on a level for its goals and for what falls onto it, by what falls further
-        (`_prepare_free_slots`).
+        """Make room on a level for its goals and for the pages that move down to it, by moving pages further down.
+
+        TensorRT-LLM: `_prepare_free_slots`.
         """
         free, queues, is_last = self.free[level], self.queues[level], level == self.last
         pools = range(len(goals))
@@ -227,7 +226,7 @@ class PagePools:
         return page
 
     def _move(self, pages: Sequence[Page], level: int) -> None:
-        """Move pages to a level that has room, those of one level together."""
+        """Move pages to a level that has room, grouped by their present level."""
         by_level: dict[int, list[Page]] = {}
         for page in pages:
             by_level.setdefault(page.level, []).append(page)
@@ -242,10 +241,10 @@ class PagePools:
                     self._events.updated(page.group, block, (before, level))
 
     def lock_all(self, pages: Sequence[Page]) -> None:
-        """Lock pages, which come to the device first (`batched_lock_to_gpu`).
+        """Move pages to the device, and lock them (`batched_lock_to_gpu`).
 
         Raises:
-            NoRoomError: there is no room for them there; none is locked.
+            NoRoomError: the device has no room for them; none is locked.
         """
         queued = [page.is_queued for page in pages]
         for page in pages:

@@ -1,4 +1,4 @@
-"""The radix tree of TensorRT-LLM's V2: blocks that have a page for each layer group."""
+"""The radix tree of TensorRT-LLM's V2, whose blocks have a page for each layer group."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ if TYPE_CHECKING:
     from pytest_kvmock.engines.trtllm.tree_block import Page
 
 _MOST_SEARCHED: Final = 31
-"""Among more children than these no partial match is tried."""
+"""Maximum number of children among which a partial match is tried."""
 
 
 class LayerGroup(NamedTuple):
     """Layers that keep the same pages (a life cycle).
 
     Attributes:
-        window: tokens that they look back on; None: all.
-        sinks: blocks at the front that they keep all the same.
+        window: number of tokens that they attend to; None: all.
+        sinks: number of leading blocks that they always keep.
     """
 
     window: int | None
     sinks: int
 
     def passed(self, length: int, block_size: int) -> range:
-        """The blocks that a history of this length needs no more: behind the sinks, and before the window."""
+        """Return the blocks that a history of this length no longer needs: behind the sinks, and before the window."""
         first = min(-(-length // block_size), self.sinks)
         if self.window is None:
             return range(first, first)
@@ -37,14 +37,14 @@ class LayerGroup(NamedTuple):
 
 
 class PrefixTree:
-    """All blocks that can be found, and the look-up (`BlockRadixTree`).
+    """All blocks that can be found, and their look-up (`BlockRadixTree`).
 
     Args:
         groups: its layer groups.
         block_size: tokens of a full block.
-        pools: their pages.
-        events: where events are queued.
-        partial_reuse: whether a part of a block is found.
+        pools: the pages of the blocks.
+        events: the queue of events.
+        partial_reuse: whether a look-up finds a part of a block.
     """
 
     __slots__ = ("_events", "_partial_reuse", "_pools", "block_size", "groups", "roots")
@@ -64,7 +64,7 @@ class PrefixTree:
         pools.page_lost = self.page_lost
 
     def blocks(self) -> Iterator[TreeBlock]:
-        """All blocks in the tree, each before those behind it."""
+        """Yield all blocks in the tree, each before the blocks behind it."""
         waiting = [child for root in self.roots.values() for child in root.children.values()]
         while waiting:
             block = waiting.pop()
@@ -74,7 +74,7 @@ class PrefixTree:
     # -------------------------------------------------------------------------------------------------- look-up
 
     def match(self, hasher: V1Hasher | V2Hasher, tokens: Sequence[int]) -> list[tuple[TreeBlock, int]]:
-        """The blocks that tokens can reuse, and how many of each one's tokens; all but the last are full."""
+        """Return the blocks that tokens can reuse, each with its number of reused tokens; all but the last are full."""
         node, found, size = self.roots.get(hasher), list[tuple[TreeBlock, int]](), self.block_size
         for at in range(0, len(tokens), size):
             if node is None:
@@ -89,7 +89,7 @@ class PrefixTree:
         return self._usable(found)
 
     def _partial(self, node: TreeBlock, wanted: tuple[int, ...]) -> list[tuple[TreeBlock, int]]:
-        """The child with the longest common beginning, the first inserted among equals."""
+        """Return the child with the longest common prefix, the first inserted among equals."""
         if not self._partial_reuse or len(node.children) > _MOST_SEARCHED:
             return []
         best, most = None, 0
@@ -102,7 +102,7 @@ class PrefixTree:
         return [] if best is None else [(best, most)]
 
     def _usable(self, found: list[tuple[TreeBlock, int]]) -> list[tuple[TreeBlock, int]]:
-        """The longest beginning for which each layer group has the pages that a history of its length needs."""
+        """Return the longest prefix for which each layer group has the pages that a history of this length needs."""
         while found:
             length = self.block_size * (len(found) - 1) + found[-1][1]
             for group, rule in enumerate(self.groups):
@@ -124,14 +124,14 @@ class PrefixTree:
     # ---------------------------------------------------------------------------------------------------- store
 
     def root(self, hasher: V1Hasher | V2Hasher) -> TreeBlock:
-        """The root of the blocks of an adapter and a salt; not a block."""
+        """Return the root of the blocks of an adapter and a salt; it is not a block."""
         found = self.roots.get(hasher)
         if found is None:
             found = self.roots[hasher] = TreeBlock((), b"", 0, None, 0)
         return found
 
     def covering(self, parent: TreeBlock, tokens: tuple[int, ...]) -> TreeBlock | None:
-        """The child that has these tokens, or begins with them where they are not a full block."""
+        """Return the child with these tokens, or, if they are not a full block, a child that begins with them."""
         found = parent.children.get(tokens)
         if found is None and len(tokens) < self.block_size:
             same = (child for child in parent.children.values() if child.tokens[: len(tokens)] == tokens)
@@ -139,7 +139,7 @@ class PrefixTree:
         return found
 
     def add(self, parent: TreeBlock, tokens: tuple[int, ...], hasher: V1Hasher | V2Hasher) -> TreeBlock:
-        """Put a block that none covers behind another; a shorter sibling leaves, and its pages are the new one's."""
+        """Add a block that no child covers behind another; it takes the pages of shorter siblings, which leave."""
         before = None if parent.position < 0 else parent.digest
         digest = hasher.digests(tokens, self.block_size, parent.position + 1, before)[0]
         block = TreeBlock(tokens, digest, hasher.name(digest), parent, len(self.groups))
@@ -154,7 +154,7 @@ class PrefixTree:
         return block
 
     def set_page(self, block: TreeBlock, page: Page) -> None:
-        """Make a page that of its layer group, in place of one of fewer tokens."""
+        """Make a page the block's page of its layer group, in place of a page with fewer tokens."""
         before = block.pages[page.group]
         block.pages[page.group] = page
         page.block, page.tokens = block, len(block.tokens)
@@ -165,7 +165,7 @@ class PrefixTree:
     # --------------------------------------------------------------------------------------------------- leave
 
     def _detach(self, block: TreeBlock) -> None:
-        """Take a block out of the tree; if no sequence has it, its pages lose their name."""
+        """Take a block out of the tree; if no sequence has it, its pages lose their block."""
         parent, block.parent = block.parent, None
         assert parent is not None
         del parent.children[block.tokens]
@@ -181,19 +181,19 @@ class PrefixTree:
                 self._pools.unlink(page)
 
     def use(self, block: TreeBlock) -> TreeBlock:
-        """Have a block as a sequence's."""
+        """Add a sequence as a user of a block; return the block."""
         block.users += 1
         return block
 
     def unuse(self, block: TreeBlock | None) -> None:
-        """Have it no more."""
+        """Remove a sequence as a user of a block."""
         if block is not None:
             block.users -= 1
             if not block.users and block.is_orphan:
                 self._forget(block)
 
     def remove(self, block: TreeBlock) -> None:
-        """Take a block and all behind it out of the tree, children first."""
+        """Take a block and all blocks behind it out of the tree, children first."""
         node, gone = block, list[TreeBlock]()
         while True:
             if node.children:
@@ -215,7 +215,7 @@ class PrefixTree:
             self.remove(next(iter(root.children.values())))
 
     def page_lost(self, block: TreeBlock, group: int) -> None:
-        """Have a block leave with all behind it, or for one layer group alone, as that one's page is lost."""
+        """Remove a block that lost a page: with all blocks behind it, or only from the page's layer group."""
         if block.is_orphan:
             return
         rule = self.groups[group]

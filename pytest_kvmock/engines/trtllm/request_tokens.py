@@ -17,7 +17,7 @@ def checked_prompt(prompt: Prompt | TokenIds) -> Prompt:
     """Return a prompt that has tokens.
 
     Raises:
-        ValueError: it is empty, or known by hashes only.
+        ValueError: it is empty, or has only hashes.
     """
     prompt = Prompt.of(prompt)
     if prompt.tokens is None:
@@ -28,13 +28,12 @@ def checked_prompt(prompt: Prompt | TokenIds) -> Prompt:
 
 
 class RequestTokens:
-    """What a request of both managers has: its tokens so far, and the hasher that names its blocks. It grows at the
-    end.
+    """The tokens of a request of either manager, and the hasher that names its blocks. It grows at the end.
 
     Attributes:
         tokens: prompt and output so far.
         block_size: tokens a block.
-        hasher: names its blocks, by its adapter and salt.
+        hasher: names its blocks, with its adapter and salt.
         num_prompt_tokens: length of the prompt.
     """
 
@@ -50,7 +49,7 @@ class RequestTokens:
 
     @property
     def names(self) -> list[int]:
-        """The names of its full blocks; not to be changed."""
+        """Names of its full blocks; read-only."""
         names, size = self._names, self.block_size
         new = self.tokens[len(names) * size : len(self.tokens) // size * size]
         if new:
@@ -61,7 +60,7 @@ class RequestTokens:
 
     @property
     def blocks(self) -> list[Block]:
-        """Names of its full blocks, and a UUID for a last one that is not full."""
+        """Names of its full blocks, and a UUID for a partial last one."""
         names: list[Any] = [*self.names]
         if len(self.tokens) % self.block_size:
             if self._partial is None or self._partial[0] != len(names):

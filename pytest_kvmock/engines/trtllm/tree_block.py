@@ -1,18 +1,18 @@
-"""One block of the tree of TensorRT-LLM's V2, and the page that it has for a layer group."""
+"""One block of the tree of TensorRT-LLM's V2, and its page for a layer group."""
 
 from __future__ import annotations
 
 
 class Page:
-    """One block of one layer group, on one level.
+    """One block's data of one layer group, on one level.
 
     Attributes:
         group: its layer group.
-        level: where it is; 0 is the device.
-        block: the block whose page it is; None if it is no longer stored, or not yet.
-        tokens: how many tokens of the block it has, once it is stored.
-        holds: sequences that keep it.
-        locks: sequences that read it.
+        level: its level; 0 is the device.
+        block: its block; None if the page is not stored yet, or no longer.
+        tokens: number of tokens of the block that it has, once it is stored.
+        holds: number of sequences that hold it.
+        locks: number of sequences that read it.
         is_queued: whether it is in its level's queue.
     """
 
@@ -31,12 +31,12 @@ class Page:
 
     @property
     def found_block(self) -> TreeBlock | None:
-        """The block that names it, which a look-up may find; None: that left the tree, or there is none."""
+        """Its block, by which a look-up can find it; None if there is no block, or the block has left the tree."""
         return None if self.block is None or self.block.is_orphan else self.block
 
     @property
     def is_held(self) -> bool:
-        """Whether sequences keep it, and none reads it."""
+        """Whether a sequence holds it, and none reads it."""
         return self.holds > 0 and not self.locks
 
 
@@ -44,15 +44,15 @@ class TreeBlock:
     """One block of the tree, full or partial.
 
     Attributes:
-        tokens: of the block; of a root none.
-        digest: what the names of those behind it are made from.
-        name: as it is published.
-        position: how many blocks stand before it; -1: it is a root.
+        tokens: tokens of the block; empty for a root.
+        digest: digest from which the names of the blocks behind it are made.
+        name: its published name.
+        position: number of blocks before it; -1 for a root.
         parent: the block before it, or a root; None if it is not in the tree.
-        children: those behind it by their tokens, the first inserted first.
-        pages: that of each layer group.
-        announced: layer groups of which it was Stored, and not Removed.
-        users: sequences that have it as theirs.
+        children: the blocks behind it by their tokens, in the order of insertion.
+        pages: its page for each layer group.
+        announced: layer groups with a published Stored of it, and no Removed since.
+        users: number of sequences that have it.
     """
 
     __slots__ = ("announced", "children", "digest", "name", "pages", "parent", "position", "tokens", "users")

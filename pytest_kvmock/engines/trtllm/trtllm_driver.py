@@ -1,6 +1,4 @@
-"""Drives TensorRT-LLM's V1 cache as its engine does: blocks for the whole prompt, stored when it is computed and at
-the end.
-"""
+"""Drives TensorRT-LLM's V1 cache like its engine: blocks for a whole prompt, stored after prefill and at the end."""
 
 from __future__ import annotations
 
@@ -19,18 +17,18 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A prompt's step computes all of its tokens and gives the first one of output, which is in no block before the next
-# step computes it. So a request has room for `length` tokens, all of them computed, and at most one token more.
+# A prompt's step computes all its tokens and returns the first output token, which is in no block until the next step
+# computes it. So a request has room for `length` computed tokens, and has at most one more token.
 #
-# A worker's operation is an iteration of its own, at whose end its events come out. A scheduler's pass is one: prompts
-# are stored when it has computed all that it does, so that requests of one pass share nothing new.
+# Each operation of a worker is an iteration, and publishes its events at its end. A pass of a scheduler is also an
+# iteration: prompts are stored after all its computation, so requests of one pass share no new blocks.
 
 
 class TrtllmDriver(IterationDriver[V1Manager]):
     """Drives a `V1Manager`.
 
     Raises:
-        ValueError: the manager is another.
+        ValueError: the manager is of another class.
     """
 
     traits = replace(IterationDriver.traits, stores_when="finish", chunks=False)
@@ -43,13 +41,11 @@ class TrtllmDriver(IterationDriver[V1Manager]):
 
     @property
     def powers(self) -> Powers:
-        """What it can do that not every driver can."""
+        """Capabilities that not every driver has."""
         return replace(super().powers, scarce=self.scarce)
 
     def need(self, request: V1Request, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Blocks of all its tokens and of these steps, less those that it has, and those that others have which it
-        hits.
-        """
+        """Count the blocks of all its tokens and of these steps, except blocks it has, and hits that others hold."""
         manager, size = self.manager, self.manager.block_size
         first = 0 if request in manager.requests else manager.blocks_needed(request)
         held = request.length or len(request)
@@ -57,12 +53,12 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         return first + -(-length // size) - -(-held // size)
 
     def plan(self, request: V1Request, upto: int) -> PromptPlan:  # noqa: ARG002 - it gets blocks for all its tokens
-        """As `need`, `room` and `lookup`, of one look-up in each window."""
+        """Return `need`, `room` and `lookup`, from one look-up in each window."""
         found = self.manager.look(request)
         return PromptPlan(found.needed, self.room(), found.tokens, found)
 
     def scarce(self) -> str:
-        """The window that has the fewest free blocks, in words; "" if there is one."""
+        """Return a text on the window with the fewest free blocks; "" if there is only one window."""
         windows = self.manager.windows
         if len(windows) == 1:
             return ""
@@ -70,7 +66,7 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         return f" of the {fewest.blocks[0]} of the window of {fewest.window} tokens"
 
     def admit(self, request: V1Request, upto: int, plan: PromptPlan | None = None) -> None:
-        """Give it blocks for all of its tokens; when the last of them is computed, its full blocks are stored."""
+        """Allocate blocks for all its tokens; store its full blocks when the last token is computed."""
         if request not in self.manager.requests:
             self.manager.add(request, None if plan is None else plan.found)
         if upto >= len(request):
@@ -85,7 +81,7 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         return True
 
     def free(self, request: V1Request, *, done: bool) -> None:  # noqa: ARG002 - a paused request is stored, too
-        """Store what it has computed, the last block partial, and let its blocks go."""
+        """Store its computed tokens, with a partial last block, and free its blocks."""
         if request in self.manager.requests:
             self._store()
             self.manager.remove(request, tokens=request.length)
@@ -100,15 +96,19 @@ class TrtllmDriver(IterationDriver[V1Manager]):
     # ------------------------------------------------------------------------------------------- a scheduler's
 
     def free_blocks(self, without: Sequence[V1Request] = ()) -> list[int]:
-        """Blocks of level 0 of each window that no request uses, if these requests let theirs go."""
+        """Count the level 0 blocks of each window that no request uses, after these requests free theirs."""
         return self.manager.free_without(without)
 
     def blocks_to_completion(self, request: V1Request, tokens: int) -> list[int]:
-        """Blocks of each window that a request lacks until it has `tokens` tokens."""
+        """Count the blocks of each window that a request still needs until it has `tokens` tokens."""
         return self.manager.blocks_to_completion(request, tokens)
 
     def blocks_of_step(self, request: V1Request) -> list[int]:
-        """Those of all tokens of a request without any; none for a prompt in progress; else those of a token more."""
+        """Count the blocks of a request's next step, for each window.
+
+        A request without blocks needs the blocks of all its tokens, a prompt in progress none, and any other request
+        those of one more token.
+        """
         manager = self.manager
         if request not in manager.requests:
             return manager.blocks_to_completion(request, len(request))
@@ -116,11 +116,11 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         return [count for _ in manager.windows]
 
     def need_whole(self, request: V1Request) -> int:
-        """Blocks of all tokens of a request without any, less those that others have which it hits."""
+        """Count the blocks of all tokens of a request without blocks, without its hits that others hold."""
         return self.manager.blocks_needed(request)
 
     def allocate(self, request: V1Request, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
+        """Allocate blocks for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
         manager = self.manager
         if request not in manager.requests:
             found = manager.look(request)
@@ -137,7 +137,7 @@ class TrtllmDriver(IterationDriver[V1Manager]):
         return upto
 
     def step_inside(self, request: V1Request, upto: int) -> bool:
-        """Count a token as computed, if that takes no block."""
+        """Count a token as computed; return False if this needs a block."""
         if upto != request.length + 1 or self.manager.takes_block(request):
             return False
         return self._step(request)

@@ -1,6 +1,4 @@
-"""Drives TensorRT-LLM's V2 cache as its engine does: chunk by chunk, a prompt stored as it is computed, output
-never.
-"""
+"""Drives TensorRT-LLM's V2 cache like its engine: prompts are stored chunk by chunk, output is not stored."""
 
 from __future__ import annotations
 
@@ -19,20 +17,20 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A prompt's last chunk computes its last token and gives the first one of output, which the next step computes. So of a
-# request that runs, all tokens but the last one of output have room.
+# A prompt's last chunk computes its last token and returns the first output token, which the next step computes. So all
+# tokens of a running request have room, except the last output token.
 #
-# A preempted request is closed, and comes back as a prompt of all its tokens: what it had generated is a prompt then,
-# and is stored. (V2's own scheduler suspends requests, `suspend`; a worker has no room for what is suspended and held.)
+# A preempted request is closed, and comes back as a prompt of all its tokens, so its output is then stored. (V2's own
+# scheduler suspends requests, `suspend`; a worker has no room for suspended requests, which hold pages.)
 #
-# A worker's operation is an iteration of its own, at whose end its events come out; a scheduler's pass is one.
+# Each operation of a worker is an iteration, and publishes its events at its end; so is each pass of a scheduler.
 
 
 class TrtllmV2Driver(IterationDriver[V2Manager]):
     """Drives a `V2Manager`.
 
     Raises:
-        ValueError: the manager is another.
+        ValueError: the manager is of another class.
     """
 
     def __init__(self, manager: KvManager, prefix_caching: bool, rng: Random) -> None:
@@ -44,18 +42,19 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
             self.traits = replace(self.traits, promises_more=True)
 
     def need(self, request: V2Request, upto: int, tokens: Sequence[int] = ()) -> int:
-        """Pages that it needs and that no request has, in the pool that lacks most; more than there are if it may not
-        be resumed.
+        """Count the pages that it needs and no request has, the maximum over pools.
+
+        More than are free if it may not be resumed.
         """
         length = max(request.capacity, upto + max(len(tokens) - 1, 0))
         return self.manager.pages_needed(request, length)
 
     def plan(self, request: V2Request, upto: int) -> PromptPlan:
-        """As `need`, `room` and `lookup`."""
+        """Return `need`, `room` and `lookup`."""
         return PromptPlan(self.need(request, upto), self.room(), self.lookup(request))
 
     def admit(self, request: V2Request, upto: int, plan: PromptPlan | None = None) -> None:  # noqa: ARG002 - V2 takes as it looks
-        """Give it pages for its first tokens, and store them."""
+        """Allocate pages for its first `upto` tokens, and store them."""
         if self.allocate(request, upto) < upto:
             raise AssertionError("it fits, as was checked before")
         self._operation_over()
@@ -70,7 +69,7 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
         return True
 
     def free(self, request: V2Request, *, done: bool) -> None:
-        """Let its pages go; a preempted request comes back as a prompt of all its tokens."""
+        """Free its pages; a preempted request comes back as a prompt of all its tokens."""
         if request in self.manager.requests:
             self._store(request)
             self.manager.close(request)
@@ -79,7 +78,7 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
             self._operation_over()
 
     def _store(self, only: V2Request | None = None) -> None:
-        """Store what was computed of prompts, of one or of all."""
+        """Store the computed parts of one prompt, or of all."""
         computed, self._computed = self._computed, []
         for request, upto in computed:
             if only is not None and request is not only:
@@ -90,11 +89,11 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
     # ------------------------------------------------------------------------------------------- a scheduler's
 
     def need_whole(self, request: V2Request) -> int:
-        """Pages of all tokens of a request without any, less those that others have which it hits."""
+        """Count the pages of all tokens of a request without pages, without its hits that others hold."""
         return self.need(request, len(request))
 
     def allocate(self, request: V2Request, upto: int) -> int:
-        """Allocate for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
+        """Allocate pages for the first `upto` tokens, and count them as computed; all of them, or nothing changes."""
         manager = self.manager
         if request in manager.requests and upto > request.num_prompt_tokens:
             return upto if upto <= request.capacity or self._step(request) else request.capacity
@@ -108,7 +107,10 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
         return upto
 
     def place(self, request: V2Request, upto: int) -> bool:
-        """Allocate for the first tokens of a prompt; a first chunk without room lets all go again (the newest V2)."""
+        """Allocate pages for the first `upto` tokens of a prompt; return False if there is no room.
+
+        A first chunk without room frees all its pages (the newest V2).
+        """
         manager = self.manager
         is_first = request not in manager.requests
         runs = manager.prepare_context(request)[1] if is_first else request.is_active or manager.resume(request)
@@ -120,18 +122,18 @@ class TrtllmV2Driver(IterationDriver[V2Manager]):
         return False
 
     def is_suspended(self, request: V2Request) -> bool:
-        """Whether it holds pages and does not run."""
+        """Return whether a request is suspended: it holds pages and does not run."""
         return request in self.manager.requests and not request.is_active
 
     def suspend(self, request: V2Request) -> bool:
-        """Suspend a request that runs; without a level below its pages would free nothing."""
+        """Suspend a running request; return False without a level below, where its pages would free no room."""
         if not request.is_active or not self.manager.pools.last:
             return False
         self.manager.suspend(request)
         return True
 
     def step_inside(self, request: V2Request, upto: int) -> bool:
-        """Count a token as computed, if that takes no page."""
+        """Count a token as computed; return False if this needs a page."""
         if upto != request.capacity + 1 or not request.capacity % self.manager.block_size:
             return False
         return self._step(request)

@@ -1,6 +1,6 @@
-"""TensorRT-LLM's V1 cache manager: what its engine calls, its windows, and the events that it publishes.
+"""TensorRT-LLM's V1 cache manager: its engine's calls, its windows, and its events.
 
-One subject: a request in all windows at once, and an iteration's events in the house's terms.
+One subject: a request in all windows together, and the events of an iteration.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Look(NamedTuple):
     """The result of a look-up.
 
     Attributes:
-        keys: of what may be matched.
-        needed: blocks of level 0 that are free and that the request would take; the most of a window.
-        tokens: that it would reuse, of the longest window.
+        keys: the keys that may be matched.
+        needed: number of free level 0 blocks that the request would take; the maximum over windows.
+        tokens: number of tokens that it would reuse, in the longest window.
     """
 
     keys: list[BlockKey]
@@ -44,33 +44,33 @@ class Look(NamedTuple):
 
 
 class V1Manager(IterationManager):
-    """Caches the blocks of requests in a radix tree a window, in two levels, and publishes an iteration's events at its
-    end.
+    """Caches the blocks of requests in one radix tree for each window, on two levels.
 
-    An iteration ends with `flush`; until then nothing is published. Windows are given in tokens.
+    An iteration ends with `flush`; its events are published only then. Windows are given in tokens.
 
     Args:
         num_blocks: blocks of level 0, the device, of each window, at least 1.
         block_size: tokens a block, at least 1.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None to publish nothing and consume no event id.
-        backend: its name.
+        backend: name of the backend.
         secondary_blocks: blocks of level 1, the host, of each window.
-        windows: attention windows: tokens, or (tokens, blocks, secondary blocks) each; None: one of `max_seq_len`.
-        max_seq_len: most tokens of a request; None: the longest window, or as many as `num_blocks` have.
-        partial_reuse: whether a part of a cached block is used.
-        copy_on_partial_reuse: whether a block that is used or has children is copied for that; else it is not matched.
-        onboard: whether blocks travel between the levels; without it nothing goes to level 1.
-        offload_min_priority: what has a lower priority is evicted from level 0 for good.
+        windows: attention windows, each as tokens, or as (tokens, blocks, secondary blocks); None: one of
+            `max_seq_len`.
+        max_seq_len: maximum tokens of a request; None: the longest window, or the tokens of `num_blocks`.
+        partial_reuse: whether a part of a cached block is reused.
+        copy_on_partial_reuse: whether a block in use or with children is copied for this; if not, it is not matched.
+        onboard: whether blocks move between the levels; if not, no block goes to level 1.
+        offload_min_priority: a block with a lower priority is evicted from level 0 without a copy on level 1.
         removed_order: when a Removed is sent, "1.2" or "2026-03".
-        event_buffer: how many events of an iteration are kept; older ones are dropped. None to keep all.
+        event_buffer: number of events of an iteration that are kept; older ones are dropped. None to keep all.
 
     Raises:
         ValueError: an argument is invalid.
 
     Attributes:
         windows: the blocks of each window, ascending.
-        requests: those that have blocks, in order of arrival.
+        requests: requests that have blocks, in order of arrival.
         max_seq_len: as given.
         hasher: names the blocks of requests without adapter and salt.
     """
@@ -139,18 +139,18 @@ class V1Manager(IterationManager):
         rng: Random | None = None,
         to_look: bool = False,
     ) -> V1Request:
-        """A request that has no blocks yet.
+        """Return a new request, without blocks.
 
         Args:
             prompt: its tokens.
-            retention: of its blocks; None: all have priority 35.
-            adapter: number of its LoRA adapter; None: that of the prompt's `lora_name`, by its first use.
-            cache_salt: number of its salt, which is taken as it is; None: the prompt's.
+            retention: retention of its blocks; None: all have priority 35.
+            adapter: number of its LoRA adapter; None: the number of the prompt's `lora_name`, by first use.
+            cache_salt: number of its salt, used unchanged; None: the prompt's salt.
             rng: source of the names of partial blocks.
-            to_look: it is for `lookup` alone: its adapter is not remembered.
+            to_look: whether it is only for `lookup`: then its adapter is not recorded.
 
         Raises:
-            ValueError: the prompt is empty, or known by hashes only.
+            ValueError: the prompt is empty, or has only hashes.
         """
         prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
@@ -165,7 +165,7 @@ class V1Manager(IterationManager):
         return sum(tokens for _, tokens, _ in self._longest.match(self._keys(request)))
 
     def look(self, request: V1Request) -> Look:
-        """Look a request without blocks up in all windows. Changes nothing."""
+        """Look up a request without blocks in all windows. Changes nothing."""
         keys = self._keys(request)
         found = [list(window.match(keys)) for window in self.windows]
         held = [sum(block.refs > 0 and not is_partial for block, _, is_partial in each) for each in found]
@@ -173,7 +173,7 @@ class V1Manager(IterationManager):
         return Look(keys, needed, sum(tokens for _, tokens, _ in found[-1]))
 
     def _keys(self, request: V1Request) -> list[BlockKey]:
-        """The keys of what may be matched: all but the last token, and an empty one if that is alone in its block."""
+        """Return the keys that may be matched: of all but the last token, and an empty key if its block has only it."""
         if not self.enable_caching:
             return []
         count = len(request.tokens)
@@ -181,21 +181,21 @@ class V1Manager(IterationManager):
         return [*keys, request.hasher.key(())] if count % self.block_size == 1 else keys
 
     def blocks_needed(self, request: V1Request) -> int:
-        """Count the blocks of level 0 that are free and that a request without blocks would take; the most of a window.
+        """Count the free level 0 blocks that a request without blocks would take; the maximum over windows.
 
-        Free ones that it hits count: only what somebody uses, and is hit whole, takes none.
+        Free blocks that it hits count; only full hits on blocks in use do not.
         """
         return self.look(request).needed
 
     @property
     def num_free_blocks(self) -> int:
-        """Blocks of level 0 that no request uses; the fewest of a window."""
+        """Number of level 0 blocks that no request uses; the minimum over windows."""
         return min(window.queues.free[PRIMARY] for window in self.windows)
 
     def first_new_block(self, request: V1Request) -> BlockKey | None:
-        """The key of the first full block of a request that the tree lacks, without its parent; None if there is none.
+        """Return the key, without its parent, of the first full block of a request that the tree lacks.
 
-        Nor is there with several windows, or where nothing is reused.
+        None if there is no such block, with several windows, or without caching.
         """
         if len(self.windows) > 1 or not self.enable_caching:
             return None
@@ -208,7 +208,7 @@ class V1Manager(IterationManager):
         return None
 
     def free_without(self, requests: Sequence[V1Request]) -> list[int]:
-        """Blocks of level 0 of each window that no request uses, if these requests let theirs go."""
+        """Count the level 0 blocks of each window that no request uses, after these requests free theirs."""
         found = []
         for window in self.windows:
             used = Counter(block for each in requests for block in self._held(each, window))
@@ -217,14 +217,15 @@ class V1Manager(IterationManager):
         return found
 
     def _held(self, request: V1Request, window: WindowBlocks) -> list[CacheBlock]:
-        """The blocks of a window that a request has not let go: the shortest slides alone, up to 1.2."""
+        """Return the blocks of a window that a request still holds: up to 1.2, only the shortest window slides."""
         table = request.tables[window.window]
         return table[request.left :] if window is self.windows[0] else table
 
     def blocks_to_completion(self, request: V1Request, tokens: int) -> list[int]:
-        """Blocks of each window that a request lacks until it has `tokens` tokens (`getRemainingBlocksToCompletion`).
+        """Count the blocks of each window that a request still needs until it has `tokens` tokens.
 
-        A window that still has to slide takes a block before it lets the first one go.
+        A window that still has to slide takes a block before it frees the first one
+        (`getRemainingBlocksToCompletion`).
         """
         size, found = self.block_size, []
         last, now = -(-tokens // size), -(-len(request.tokens) // size)
@@ -235,17 +236,17 @@ class V1Manager(IterationManager):
         return found
 
     def add(self, request: V1Request, look: Look | None = None) -> int:
-        """Give a request blocks for all of its tokens, cached ones first, in all windows, the shortest first.
+        """Allocate blocks for all tokens of a request, cached ones first, in all windows, the shortest first.
 
         Args:
             request: the request.
-            look: what `look` found, since when nothing has changed; None: it is looked up now.
+            look: the result of `look`, if nothing has changed since; None: look it up now.
 
         Returns:
-            Tokens of it that are hit, in the longest window: at most all but its last one.
+            Number of its tokens that are hit in the longest window, without its last one.
 
         Raises:
-            ValueError: it has blocks already, or there are not enough; nothing has changed.
+            ValueError: it has blocks already, or there are too few blocks; nothing has changed.
         """
         if request in self.requests:
             raise ValueError("add: the request has blocks already")
@@ -263,20 +264,20 @@ class V1Manager(IterationManager):
         return found
 
     def new_token(self, request: V1Request, token: int) -> None:
-        """Append a token: it counts for what is stored, and not yet for blocks."""
+        """Append a token; it can be stored, but has no room in a block yet."""
         request.tokens.append(token)
 
     def store_context_blocks(self, request: V1Request, tokens: int | None = None) -> None:
-        """Store the full blocks of a prompt that is computed, where a window is as long as a request may be.
+        """Store the full blocks of a computed prompt, in windows that are as long as the longest request.
 
         Args:
             request: the request.
-            tokens: how many of its tokens are computed; None: all but the last, which came out.
+            tokens: number of its computed tokens; None: all but the last one, which is output.
         """
         self._store(request, tokens, partial=False, windows=[each for each in self.windows if self.is_full(each)])
 
     def is_full(self, window: WindowBlocks) -> bool:
-        """Whether a window is as long as a request may be."""
+        """Return whether a window is as long as the longest request."""
         return window.window >= self.max_seq_len
 
     def _store(self, request: V1Request, tokens: int | None, *, partial: bool, windows: Sequence[WindowBlocks]) -> None:
@@ -287,17 +288,17 @@ class V1Manager(IterationManager):
             window.store(request, keys)
 
     def takes_block(self, request: V1Request) -> bool:
-        """Whether one token more takes a block of a request."""
+        """Return whether one more token of a request needs a block."""
         return not request.length % self.block_size
 
     def add_token(self, request: V1Request) -> dict[int, CacheBlock]:
-        """Give a request room for one more token, which may let its first block leave a window.
+        """Give a request room for one more token; its first block may leave a window.
 
         Returns:
-            By window, the block that it took.
+            The block that it took, by window.
 
         Raises:
-            ValueError: there is no free block for it; nothing has changed.
+            ValueError: there is no free block; nothing has changed.
         """
         if self.takes_block(request) and not self.num_free_blocks:
             raise ValueError("add_token: 1 block is needed, 0 are free")
@@ -312,12 +313,12 @@ class V1Manager(IterationManager):
         return taken
 
     def remove(self, request: V1Request, *, store: bool = True, tokens: int | None = None) -> None:
-        """End a request: store its tokens, the last block partial, and let its blocks go, last first.
+        """End a request: store its tokens, with a partial last block, and free its blocks, last first.
 
         Args:
-            request: one that has blocks.
-            store: False: nothing more is stored.
-            tokens: how many are computed; None: all but the last.
+            request: a request with blocks.
+            store: whether to store its tokens.
+            tokens: number of computed tokens; None: all but the last.
         """
         for window in self.windows:
             if store and window.window not in request.spoilt:
@@ -327,20 +328,20 @@ class V1Manager(IterationManager):
         request.forget()
 
     def tick(self, now: float) -> None:
-        """Set the time, in ms, by which priorities expire."""
+        """Set the present time, in ms, for the expiry of priorities."""
         check_time(now)
         for window in self.windows:
             window.queues.now = now
 
     def refresh(self) -> None:
-        """Let priorities expire whose time is over; an engine does so in each iteration."""
+        """Expire the priorities whose time is over; an engine does so in each iteration."""
         for window in self.windows:
             window.queues.refresh()
 
     # ---------------------------------------------------------------------------------------------------- events
 
     def _extra(self, event: Queued) -> dict[str, Any]:
-        """Which group its window is, by ascending window; the longest is of attention."""
+        """Return the extra fields: windows are groups in ascending order, and the longest is full attention."""
         group = next(group for group, each in enumerate(self.windows) if each.window == event.window)
         kind = FULL_ATTENTION if event.window == self._longest.window else "sliding_window"
         short = None if kind == FULL_ATTENTION else event.window
@@ -354,12 +355,12 @@ class V1Manager(IterationManager):
 
     @property
     def num_active_blocks(self) -> int:
-        """Blocks of level 0 that requests use, in the window that has the fewest free ones."""
+        """Number of level 0 blocks that requests use, in the window with the fewest free blocks."""
         return self.num_blocks - min(self.num_free_blocks, self.num_blocks)
 
     @property
     def num_inactive_blocks(self) -> int:
-        """Cached blocks of the longest window on level 0 that no request uses."""
+        """Number of cached level 0 blocks of the longest window that no request uses."""
         return sum(block.level == PRIMARY and not block.refs for block in self._longest.cached())
 
     def _in_use(self) -> Iterator[tuple[Block, int]]:
@@ -368,33 +369,32 @@ class V1Manager(IterationManager):
                 yield UUID(int=block.id) if block.parent is None else block.name, block.refs
 
     def inactive_blocks(self) -> list[int]:
-        """Cached blocks of level 0 that no request uses, in the order in which they would be evicted."""
+        """Return the cached level 0 blocks that no request uses, in the order of eviction."""
         return [block.name for block in self._longest.queues.order(PRIMARY) if block.parent is not None]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Names of what is cached in a tier, in the longest window; partial blocks too."""
+        """Return the names of the blocks that are cached in a tier, in the longest window, partial blocks included."""
         return [block.name for block in self._longest.cached() if LEVELS[block.level] == tier]
 
     def announced(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Names that its events promise in a tier, in the longest window: what is resident, and what partial matches
-        took.
+        """Return the names that its events promise in a tier, in the longest window.
 
-        A free leaf that a partial match takes leaves the tree without a Removed. Events in process name them, in
-        `RouterEvent.extra["silently_gone"]`.
+        These are the resident blocks and the free leaves that partial matches took: such a leaf leaves the tree without
+        a Removed. Events in process name these leaves in `RouterEvent.extra["silently_gone"]`.
         """
         resident = self.resident(tier)
         return [*resident, *self._longest.taken] if tier == StorageTier.DEVICE else resident
 
     @property
     def tier_sizes(self) -> dict[StorageTier, int]:
-        """Blocks of each tier, of all windows together."""
+        """Number of blocks of each tier, over all windows."""
         sizes = (sum(window.blocks[level] for window in self.windows) for level in range(len(LEVELS)))
         return {tier: size for tier, size in zip(LEVELS, sizes, strict=True) if size}
 
     def clear(self) -> bool:
-        """Evict all that is cached, with a Removed of it; do nothing and return False while any block is in use.
+        """Evict all cached blocks, with a Removed; do nothing and return False while any block is in use.
 
-        TensorRT-LLM has neither a call nor an event for that.
+        TensorRT-LLM has neither a call nor an event for this.
         """
         if self.requests:
             return False
@@ -407,7 +407,7 @@ class V1Manager(IterationManager):
 def _sizes(
     windows: object, block_size: int, num_blocks: int, secondary_blocks: int, max_seq_len: int | None
 ) -> dict[int, tuple[int, int]]:
-    """The blocks of both levels, by window."""
+    """Return the number of blocks of both levels, by window."""
     longest = num_blocks * block_size if max_seq_len is None else max_seq_len
     if windows is None:
         return {longest: (num_blocks, secondary_blocks)}

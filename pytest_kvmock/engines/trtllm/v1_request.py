@@ -1,4 +1,4 @@
-"""Requests of TensorRT-LLM's V1, and how the blocks that they leave are retained."""
+"""Requests of TensorRT-LLM's V1, and the retention of their blocks."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ Range: TypeAlias = tuple[int, int | None, int, float | None]
 
 @dataclass(frozen=True, slots=True)
 class Retention:
-    """How long the blocks of a request are to be kept (`KvCacheRetentionConfig`).
+    """The retention of a request's blocks (`KvCacheRetentionConfig`).
 
     Attributes:
-        ranges: of the prompt, in any order; a block is in the one that has its first token, and of priority 35 in none.
-        decode: priority and duration of the blocks of what is generated.
+        ranges: ranges of the prompt, in any order. A block belongs to the range of its first token; outside of all
+            ranges it has priority 35.
+        decode: priority and duration of the blocks of output.
 
     Raises:
-        ValueError: a priority outside 0 to 100, a range that is empty or overlaps another, one without an end
-            that is not the last, a duration below 0 (`KvCacheRetentionConfig` throws for these).
+        ValueError: a priority is outside 0 to 100, a range is empty or overlaps another, a range without an end is not
+            the last, or a duration is below 0 (`KvCacheRetentionConfig` also throws for these).
     """
 
     ranges: tuple[Range, ...] = ()
@@ -53,7 +54,7 @@ class Retention:
         _check_priority(*self.decode)
 
     def of_block(self, first: int) -> tuple[int | None, float | None]:
-        """Priority and duration of a block of the prompt by its first token; None if none are wanted."""
+        """Return the priority and duration of a block of the prompt by its first token; None outside of all ranges."""
         for start, end, priority, duration in self.ranges:
             if start <= first and (end is None or first < end):
                 return priority, duration
@@ -68,19 +69,19 @@ def _check_priority(priority: object, duration: object) -> None:
 
 
 class V1Request(RequestTokens, BlockHolder):
-    """One request, and the blocks that it has in each window. It grows at the end.
+    """One request, and its blocks in each window. It grows at the end.
 
     Args:
-        tokens: of its prompt, at least one.
+        tokens: tokens of its prompt, at least one.
         block_size: tokens a block.
-        hasher: names its blocks, by its adapter and salt.
-        keys: what its prompt carries in addition to its tokens; None if there is nothing.
-        retention: of its blocks.
+        hasher: names its blocks, with its adapter and salt.
+        keys: what its prompt carries in addition to its tokens; None if nothing.
+        retention: retention of its blocks.
         rng: source of the names of partial blocks.
 
     Attributes:
         tokens: prompt and output so far.
-        length: tokens that it has blocks for; 0: it has none.
+        length: number of tokens that have room in its blocks; 0 without blocks.
     """
 
     hasher: V1Hasher
@@ -102,16 +103,16 @@ class V1Request(RequestTokens, BlockHolder):
         self._tail: tuple[int, BlockKey] | None = None
 
     def forget(self) -> None:
-        """Forget its blocks: it starts over with the tokens that it has."""
+        """Drop its blocks: it starts over with its present tokens."""
         super().forget()
         self.length = 0
 
     def block_keys(self, count: int, *, partial: bool) -> list[BlockKey]:
-        """The keys of its first tokens, block by block. Made once.
+        """Return the keys of its first tokens, block by block; each key is made once.
 
         Args:
-            count: how many tokens.
-            partial: with a last block that is not full.
+            count: number of tokens.
+            partial: whether to include a partial last block.
         """
         size, key, full = self.block_size, self.hasher.key, self._full_keys
         for at in range(len(full) * size, count // size * size, size):

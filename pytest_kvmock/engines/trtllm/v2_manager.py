@@ -1,6 +1,4 @@
-"""TensorRT-LLM's V2 cache manager: what its engine calls, its layer groups and levels, and the events that it
-publishes.
-"""
+"""TensorRT-LLM's V2 cache manager: its engine's calls, its layer groups and levels, and its events."""
 
 from __future__ import annotations
 
@@ -27,40 +25,40 @@ from pytest_kvmock.values.sinks import Sink
 from pytest_kvmock.values.tokens import Prompt, TokenIds
 
 LEVELS: Final = (StorageTier.DEVICE, StorageTier.HOST_PINNED, StorageTier.HOST_PINNED)
-"""The tier of each level: an Updated says its number alone, and what is below the device counts as the host's."""
+"""The tier of each level. An Updated has only the level's number; all levels below the device count as the host."""
 
 
 class V2Manager(IterationManager):
-    """Caches prompts in a radix tree whose blocks have a page a layer group, on several levels; generated tokens never.
+    """Caches prompts, but no output, in a radix tree whose blocks have a page for each layer group, on several levels.
 
-    An iteration ends with `flush`; until then nothing is published.
+    An iteration ends with `flush`; its events are published only then.
 
     Args:
-        num_blocks: pages of the device, at least 1: of each pool, or a list of those of each.
+        num_blocks: pages of the device, at least 1: a number for each pool, or a list with one number a pool.
         block_size: tokens a block, at least 1.
         dp_rank: data-parallel rank that events name.
         sink: where events are published; None to publish nothing and consume no event id.
-        backend: its name.
-        levels: pages of each level below the device, at most two: of each pool, or a list of those of each.
-        groups: layer groups: (window in tokens, or None for all; tokens at the front that are kept all the same).
-        pool_groups: which pool each layer group takes pages from, from 0; None: all from one.
-        max_seq_len: most tokens of a request, which a layer group without a window says as its window; None: as many as
-            the pages have.
-        partial_reuse: whether a part of a cached block is used.
-        max_util_for_resume: a request is not resumed while more of a pool than this share is in use.
+        backend: name of the backend.
+        levels: pages of each level below the device, at most two levels: each as for `num_blocks`.
+        groups: layer groups: (window in tokens, or None for all; number of leading tokens that are always kept).
+        pool_groups: the pool of each layer group, from 0; None: one pool for all.
+        max_seq_len: maximum tokens of a request; also the published window of a layer group without a window. None: the
+            tokens of the pages.
+        partial_reuse: whether a part of a cached block is reused.
+        max_util_for_resume: a request is not resumed while a larger share of a pool than this is in use.
         hash_algo: "v1_block_key", "v2_sha256" or "v2_sha256_64".
-        event_buffer: how many events of an iteration are kept; older ones are dropped. None to keep all.
+        event_buffer: number of events of an iteration that are kept; older ones are dropped. None to keep all.
 
     Raises:
         ValueError: an argument is invalid.
 
     Attributes:
         groups: the layer groups.
-        windows: the window of each, in tokens, as its events say it.
-        attention_group: the layer group of the longest window.
+        windows: the window of each layer group, in tokens, as in its events.
+        attention_group: the layer group with the longest window.
         pools: the pages.
-        tree: what look-ups find.
-        requests: those that have blocks, in order of arrival.
+        tree: the blocks that look-ups find.
+        requests: requests that have blocks, in order of arrival.
         max_seq_len: as given.
         hash_algo: as given.
         hasher: names the blocks of requests without adapter and salt.
@@ -137,17 +135,17 @@ class V2Manager(IterationManager):
         rng: Random | None = None,
         to_look: bool = False,
     ) -> V2Request:
-        """A request that has no blocks yet.
+        """Return a new request, without blocks.
 
         Args:
             prompt: its tokens.
-            adapter: number of its LoRA adapter; None: that of the prompt's `lora_name`, by its first use.
-            cache_salt: number of its salt, which is taken as it is; None: the prompt's.
+            adapter: number of its LoRA adapter; None: the number of the prompt's `lora_name`, by first use.
+            cache_salt: number of its salt, used unchanged; None: the prompt's salt.
             rng: source of the names of partial blocks.
-            to_look: it is for `lookup` alone: its adapter is not remembered.
+            to_look: whether it is only for `lookup`: then its adapter is not recorded.
 
         Raises:
-            ValueError: the prompt is empty, or known by hashes only.
+            ValueError: the prompt is empty, or has only hashes.
         """
         prompt = checked_prompt(prompt)
         assert prompt.tokens is not None
@@ -155,7 +153,7 @@ class V2Manager(IterationManager):
         return V2Request([*prompt.tokens], self.block_size, hasher, prompt.keys, rng=rng or self._rng)
 
     def probe(self, tokens: Sequence[int], hasher: V1Hasher | V2Hasher | None = None) -> int:
-        """Count the tokens that would be reused now, of all that are given. Changes nothing."""
+        """Count how many of the given tokens would be reused now. Changes nothing."""
         found = self.tree.match(hasher or self.hasher, tokens) if self.enable_caching else []
         return sum(count for _, count in found)
 
@@ -164,7 +162,10 @@ class V2Manager(IterationManager):
         return self.probe(request.tokens[:-1], request.hasher)
 
     def first_new_block(self, request: V2Request) -> int | None:
-        """The name of the first full block of a request that the tree lacks; None: none, or nothing is reused."""
+        """Return the name of the first full block of a request that the tree lacks.
+
+        None if there is no such block, with several layer groups, or without caching.
+        """
         if len(self.groups) > 1 or not self.enable_caching:
             return None
         node, size = self.tree.roots.get(request.hasher), self.block_size
@@ -175,10 +176,10 @@ class V2Manager(IterationManager):
         return None
 
     def prepare_context(self, request: V2Request) -> tuple[int, bool]:
-        """Make a request hold its hits, and resume it.
+        """Let a request hold its hits, and resume it.
 
         Returns:
-            Tokens of it that are hit; and whether it runs: if not, it holds them, suspended.
+            Number of its tokens that are hit, and whether it runs; if not, it holds the hits, suspended.
 
         Raises:
             ValueError: it has begun already.
@@ -193,48 +194,48 @@ class V2Manager(IterationManager):
         return request.committed, self.resume(request)
 
     def resume(self, request: V2Request) -> bool:
-        """Resume a suspended request: its pages come to the device. False if there is no room, or too much in use."""
+        """Resume a suspended request: move its pages to the device. False if there is no room, or too much in use."""
         return request.resume(self._max_util)
 
     def suspend(self, request: V2Request) -> None:
-        """Suspend a request: its pages may fall, and are not lost."""
+        """Suspend a request: its pages may move to lower levels, but are not lost."""
         request.suspend()
 
     def resize_context(self, request: V2Request, tokens: int, *, first_chunk: bool = True) -> bool:
-        """Have room for the first tokens of a prompt. False if there is none; after a first chunk it is suspended."""
+        """Make room for the first tokens of a prompt; return False, and suspend a first chunk, if there is none."""
         fits = request.resize(max(request.capacity, tokens), request.history)
         if not fits and first_chunk:
             request.suspend()
         return fits
 
     def update_context(self, request: V2Request, upto: int) -> None:
-        """Count the first tokens of a prompt as computed: full blocks are stored, and at its end the last one, too."""
+        """Count the first tokens of a prompt as computed: store full blocks, and at its end also the last block."""
         request.commit(upto) if self.enable_caching else request.resize(request.capacity, upto)
         if upto >= request.num_prompt_tokens:
             request.stop_storing()
 
     def try_allocate_generation(self, request: V2Request) -> bool:
-        """Have room for one token more; a suspended request is resumed. False if there is none."""
+        """Make room for one more token, and resume the request if it is suspended; return False if there is none."""
         if not request.is_active and not self.resume(request):
             return False
         return request.resize(request.capacity + 1, request.history)
 
     def update_generation(self, request: V2Request, history: int) -> bool:
-        """Count `history` tokens as history: what left a window is freed."""
+        """Count `history` tokens as history, and free the pages that have left a window."""
         return request.resize(request.capacity, history)
 
     def close(self, request: V2Request) -> None:
-        """End a request, and let its pages go."""
+        """End a request, and free its pages."""
         request.close()
         del self.requests[request]
 
     def pages_needed(self, request: V2Request, length: int) -> int:
-        """Count the free pages of the device that room for `length` tokens would take, in the pool that lacks most.
+        """Count the free device pages that room for `length` tokens would take, in the scarcest pool.
 
-        What it hits counts but for what others lock; and a page for the copy of a block that it hits in part.
+        Hits count, except those that other requests lock. A partial hit also counts a page for the copy of its block.
 
         Returns:
-            A number that fits if `num_free_blocks` is as large. One more than that while it may not be resumed.
+            The request fits if this is at most `num_free_blocks`. One more than that while it may not be resumed.
         """
         available = self.num_free_blocks
         size, begun = self.block_size, request in self.requests
@@ -256,7 +257,7 @@ class V2Manager(IterationManager):
     # ---------------------------------------------------------------------------------------------------- events
 
     def _extra(self, event: Queued) -> dict[str, Any]:
-        """Which layer group it is of: its id is that of the group."""
+        """Return the extra fields; the layer group's id is also the cache group's."""
         group = event.window
         window = self.windows[group]
         kind = FULL_ATTENTION if group == self.attention_group else "sliding_window"
@@ -274,24 +275,24 @@ class V2Manager(IterationManager):
 
     @property
     def num_free_blocks(self) -> int:
-        """Pages of the device that no running request uses; the fewest of a pool."""
+        """Number of device pages that no running request uses; the minimum over pools."""
         rows = zip(self.pools.free[0], self.pools.queues[0], strict=True)
         return min(free + len(queue) for free, queue in rows)
 
     @property
     def num_active_blocks(self) -> int:
-        """Pages of the device that requests use, in the pool that has the fewest free ones."""
+        """Number of device pages that requests use, in the pool with the fewest free pages."""
         return self.num_blocks - min(self.num_free_blocks, self.num_blocks)
 
     def free_slots(self) -> list[list[list[int]]]:
-        """By level and pool: free slots, and pages that could be evicted."""
+        """Return the numbers of free slots and of evictable pages, by level and pool."""
         return [
             [[free, len(queue)] for free, queue in zip(*level, strict=True)]
             for level in zip(self.pools.free, self.pools.queues, strict=True)
         ]
 
     def _cached(self) -> Iterator[tuple[TreeBlock, Page]]:
-        """Blocks of the tree with their page of the attention group."""
+        """Yield the blocks of the tree with their page of the attention group."""
         for block in self.tree.blocks():
             page = block.pages[self.attention_group]
             if page is not None:
@@ -299,7 +300,7 @@ class V2Manager(IterationManager):
 
     @property
     def num_inactive_blocks(self) -> int:
-        """Cached blocks of the attention group on the device that no request uses."""
+        """Number of cached device blocks of the attention group that no request uses."""
         return sum(not page.level and page.is_droppable for _, page in self._cached())
 
     def _in_use(self) -> Iterator[tuple[Block, int]]:
@@ -313,31 +314,29 @@ class V2Manager(IterationManager):
             yield UUID(int=number) if page.block is None else page.block.name, refs
 
     def inactive_blocks(self) -> list[int]:
-        """Cached blocks of the device that no request uses, first evicted first; none that has left the tree."""
+        """Return the device blocks in the tree that no request uses, in the order of eviction."""
         queue = self.pools.queues[0][self.pools.pool_of[self.attention_group]]
         pages = (page for page in queue if page.group == self.attention_group and page.is_droppable)
         return [block.name for page in pages if (block := page.found_block) is not None]
 
     def resident(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Names of what the attention group has cached in a tier; partial blocks too."""
+        """Return the names of the blocks that the attention group has cached in a tier, partial blocks included."""
         return [block.name for block, page in self._cached() if LEVELS[page.level] == tier]
 
     def announced(self, tier: StorageTier = StorageTier.DEVICE) -> Collection[int]:
-        """Names that its events promise in a tier, of the attention group: what is resident."""
+        """Return the names that its events promise in a tier: the resident ones of the attention group."""
         return self.resident(tier)
 
     @property
     def tier_sizes(self) -> dict[StorageTier, int]:
-        """Pages of each tier, of all pools together."""
+        """Number of pages of each tier, over all pools."""
         sizes = Counter[StorageTier]()
         for tier, slots in zip(LEVELS, self.pools.slots, strict=False):
             sizes[tier] += sum(slots)
         return dict(sizes)
 
     def clear(self) -> bool:
-        """Take all that is cached out of the tree, with a Removed of it; do nothing and return False while requests
-        run.
-        """
+        """Take all blocks out of the tree, with a Removed; do nothing and return False while there are requests."""
         if self.requests:
             return False
         self.tree.clear()
@@ -346,7 +345,7 @@ class V2Manager(IterationManager):
 
 
 def _most(slots: Sequence[int]) -> int:
-    """The most pages of a pool, for the check of all; what is not a number is given as it is."""
+    """Return the maximum number of pages of a pool, for the check; an invalid entry is returned unchanged."""
     wrong = [each for each in slots if not is_integer(each, 1)]
     return wrong[0] if wrong else max(slots, default=0)
 
@@ -389,7 +388,7 @@ def _lower(levels: object) -> list[Any]:
 
 
 def _slots(levels: Sequence[object], pools: int) -> list[list[int]]:
-    """The pages of each pool, by level."""
+    """Return the number of pages of each pool, by level."""
     found: list[list[int]] = []
     for level in levels:
         is_each = isinstance(level, Sequence) and not isinstance(level, str)

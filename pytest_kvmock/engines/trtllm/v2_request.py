@@ -18,18 +18,18 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A request has three lengths: what is committed (of its prompt alone), its history, by which pages leave windows, and
-# its capacity, for which it has pages. While it runs it locks its pages; while it is suspended it holds them. A page
-# that left its window before its block is committed is held until then.
+# A request has three lengths: the committed tokens (of its prompt only), its history, which decides when pages leave
+# windows, and its capacity, the tokens that have pages. A running request locks its pages, a suspended one holds them.
+# If a page leaves its window before its block is committed, it is held until then.
 
 
 class RequestBlock:
     """One block of a request.
 
     Attributes:
-        pages: its page in each layer group; None if it has none, or it let it go.
-        locked: whether it locks the page, or only holds it.
-        tree: the block of the tree whose pages these are; None: they are its own.
+        pages: its page in each layer group; None if it has none, or has released it.
+        locked: whether it locks the page (if not, it only holds it), for each layer group.
+        tree: the block of the tree that has these pages; None: the pages are its own.
     """
 
     __slots__ = ("locked", "pages", "tree")
@@ -44,20 +44,20 @@ class V2Request(RequestTokens):
     """One request (`_KVCache`).
 
     Args:
-        tokens: of its prompt, at least one.
+        tokens: tokens of its prompt, at least one.
         block_size: tokens a block.
-        hasher: names its blocks, by its adapter and salt.
-        keys: what its prompt carries in addition to its tokens; None if there is nothing.
+        hasher: names its blocks, with its adapter and salt.
+        keys: what its prompt carries in addition to its tokens; None if nothing.
         rng: source of the names of partial blocks.
 
     Attributes:
         keys: as given.
-        committed: how many tokens of the prompt are stored, or count as stored.
-        history: how many tokens lie behind; windows go by it.
-        capacity: how many tokens have pages.
+        committed: number of prompt tokens that are stored, or count as stored.
+        history: number of past tokens; it decides when pages leave windows.
+        capacity: number of tokens that have pages.
         held: its blocks.
-        is_active: whether it runs; else it is suspended.
-        stores: whether it stores what it computes.
+        is_active: whether it runs; if not, it is suspended.
+        stores: whether it stores its computed blocks.
     """
 
     _tree: PrefixTree
@@ -72,7 +72,7 @@ class V2Request(RequestTokens):
         self.forget()
 
     def forget(self) -> None:
-        """Forget its blocks."""
+        """Drop its blocks."""
         self.committed = self.history = self.capacity = self._stored = 0
         self.held: list[RequestBlock] = []
         self.is_active = self._resumed = False
@@ -81,7 +81,7 @@ class V2Request(RequestTokens):
     # ----------------------------------------------------------------------------------------------------- pages
 
     def _live(self) -> Iterator[tuple[RequestBlock, int]]:
-        """Its blocks that a layer group needs, group by group."""
+        """Yield its blocks that a layer group needs, group by group."""
         for group, rule in enumerate(self._tree.groups):
             passed = rule.passed(self.history, self.block_size)
             yield from ((block, group) for place, block in enumerate(self.held) if place not in passed)
@@ -96,7 +96,7 @@ class V2Request(RequestTokens):
             self._pools.release(page)
 
     def _lock_held(self, wanted: list[tuple[RequestBlock, int, Page]]) -> None:
-        """Lock pages that it holds, on the device."""
+        """Move pages that it holds to the device, and lock them."""
         self._pools.lock_all([page for _, _, page in wanted])
         for block, group, page in wanted:
             if block.pages[group] is not None:
@@ -123,10 +123,10 @@ class V2Request(RequestTokens):
             mine.pages[group] = page
 
     def resume(self, max_utilization: float) -> bool:
-        """Lock its pages on the device; a block that was matched in part gets pages of its own.
+        """Lock its pages on the device; a partly matched block gets its own pages.
 
         Returns:
-            False, and it is suspended still: too much of the device is in use, or there is no room.
+            False, with the request still suspended, if too much of the device is in use, or there is no room.
         """
         pools = self._pools
         if pools.utilization() > max_utilization:
@@ -164,7 +164,7 @@ class V2Request(RequestTokens):
         self._pools.lock(page)
 
     def suspend(self) -> None:
-        """Hold the pages that it locks: they may fall to a lower level, and are not lost."""
+        """Hold the pages that it locks: they may move to a lower level, but are not lost."""
         for block, group in self._live():
             page = block.pages[group]
             if page is not None and block.locked[group]:
@@ -174,10 +174,10 @@ class V2Request(RequestTokens):
         self.is_active = False
 
     def resize(self, capacity: int, history: int) -> bool:
-        """Have pages for `capacity` tokens, of which `history` are history; it runs.
+        """Take pages for `capacity` tokens, the first `history` of them as history; the request runs.
 
         Returns:
-            False, and its pages are those that it had: there is no room.
+            False, with its pages unchanged, if there is no room.
         """
         pools, size, rules = self._pools, self.block_size, self._tree.groups
         before, after = len(self.held), -(-capacity // size)
@@ -203,7 +203,7 @@ class V2Request(RequestTokens):
         return True
 
     def _unlock_passed(self, history: int) -> list[tuple[RequestBlock, int, Page]]:
-        """Unlock what a longer history lets leave its window; it is held until the resize is over."""
+        """Unlock the pages that leave their windows with a longer history; they are held until the resize is over."""
         unlocked: list[tuple[RequestBlock, int, Page]] = []
         if history == self.history:
             return unlocked
@@ -226,7 +226,7 @@ class V2Request(RequestTokens):
     # ----------------------------------------------------------------------------------------------------- store
 
     def commit(self, upto: int) -> None:
-        """Store the full blocks of the first tokens of its prompt, which are computed."""
+        """Store the full blocks of the first `upto` tokens of its prompt, which are computed."""
         self.committed = max(self.committed, upto)
         if self.history < self.committed:  # pages that leave a window are held until their block is stored
             self.resize(self.capacity, self.committed)
@@ -234,7 +234,7 @@ class V2Request(RequestTokens):
             self._commit_block(self._stored)
 
     def stop_storing(self) -> None:
-        """Store a last block that is not full, and nothing more."""
+        """Store a partial last block, and then no more blocks."""
         if not self.stores:
             return
         if self._resumed and self.committed % self.block_size:
@@ -242,7 +242,7 @@ class V2Request(RequestTokens):
         self._stop()
 
     def _stop(self) -> None:
-        """Let go what was held for its block to be stored."""
+        """Stop storing, and release the pages that were held until their blocks were stored."""
         self.stores = False
         for group, rule in enumerate(self._tree.groups):
             passed = rule.passed(self.history, self.block_size)
@@ -254,7 +254,7 @@ class V2Request(RequestTokens):
         tokens = tuple(self.tokens[place * size : min(self.committed, (place + 1) * size)])
         before = self.held[place - 1].tree if place else tree.root(self.hasher)
         if before is None or (place and before.is_orphan):
-            self._stop()  # its ancestor left the tree: newer versions put it back
+            self._stop()  # its ancestor left the tree; newer versions insert it again
             return
         block = tree.covering(before, tokens)
         if block is None:
@@ -278,7 +278,7 @@ class V2Request(RequestTokens):
                 self._let_go(mine, group)
 
     def _rebase(self, mine: RequestBlock, block: TreeBlock) -> None:
-        """Swap to the pages of a block that is there already; what it lacks is given to it."""
+        """Switch to the pages of a block that is in the tree already, and give it the pages that it lacks."""
         shared: list[tuple[int, Page, Page]] = []
         for group, page in enumerate(mine.pages):
             if page is None:
@@ -301,9 +301,7 @@ class V2Request(RequestTokens):
             self._pools.release(page)
 
     def close(self) -> None:
-        """Store a last block that is not full, and let all go: the last block first, of each the highest layer
-        group.
-        """
+        """Store a partial last block, and release all pages, from the last block and the highest layer group on."""
         self.stop_storing()
         while self.held:
             block = self.held.pop()

@@ -1,6 +1,4 @@
-"""The blocks of one attention window of TensorRT-LLM's V1, in two levels, and the radix tree of those that are
-cached.
-"""
+"""The blocks of one attention window of TensorRT-LLM's V1, on two levels, and the radix tree of the cached ones."""
 
 from __future__ import annotations
 
@@ -13,32 +11,32 @@ from pytest_kvmock.engines.trtllm.iteration_events import IterationEvents, Queue
 
 # Theory of operation
 #
-# A block keeps its content when it changes levels: two blocks swap their memory. Being in the tree and being free (in a
-# queue) or used are independent; a used block whose ancestor is evicted leaves the tree. An evicted block and its
-# descendants keep their places in the queues.
+# A block keeps its content when it changes levels: two blocks swap their memory. A block in the tree may be free (in a
+# queue) or used, and so may a block outside the tree: a used block leaves the tree when its ancestor is evicted. An
+# evicted block and its descendants keep their places in the queues.
 #
-# A fresh block is the first of the lowest queue of level 0. If it ever had content that is worth it and level 1 has a
-# free block, the two swap levels, and the one from level 1 is evicted and used.
+# A new block is the first one of the lowest queue of level 0. If it has had content of sufficient priority, and level 1
+# has a free block, the two swap levels, and the block from level 1 is evicted and used.
 
 
 class WindowBlocks:
     """The blocks of a window (`WindowBlockManager`).
 
     Args:
-        window: its tokens.
-        blocks: of each level.
+        window: tokens of the window.
+        blocks: number of blocks of each level.
         block_size: tokens a block.
-        events: where its events are queued.
-        partial_reuse: whether a part of a cached block is used.
-        copy_on_partial_reuse: whether such a block is copied where it is used or has children; else it is left.
-        onboard: whether blocks travel between the levels.
-        offload_min_priority: a block of a lower priority is not offloaded.
+        events: the queue of its events.
+        partial_reuse: whether a part of a cached block is reused.
+        copy_on_partial_reuse: whether such a block is copied if it is in use or has children; if not, it is no match.
+        onboard: whether blocks move between the levels.
+        offload_min_priority: a block with a lower priority is not offloaded.
 
     Attributes:
         window: as given.
-        queues: of its free blocks.
-        root: what the tree hangs on; no block.
-        taken: names that were stored and are neither Removed nor in the tree: leaves that partial matches took.
+        queues: the queues of its free blocks.
+        root: the root of the tree; not a block.
+        taken: names that were stored, and are neither Removed nor in the tree: leaves that partial matches took.
     """
 
     def __init__(
@@ -67,7 +65,7 @@ class WindowBlocks:
     # ---------------------------------------------------------------------------------------------------- match
 
     def _match(self, node: CacheBlock, key: BlockKey) -> tuple[CacheBlock, int, bool] | None:
-        """The child of a block that a key finds: which, how many tokens of it, and whether that is a partial match."""
+        """Return the child that matches a key, the number of matched tokens, and whether the match is partial."""
         if not key.tokens:
             return None
         block = node.children.get(key)
@@ -78,14 +76,12 @@ class WindowBlocks:
         alike = [each for each in node.children.alike(key) if self._copies or (not each[1].refs and each[1].is_leaf)]
         most = max((tokens for tokens, _ in alike), default=0)
         best = [block for tokens, block in alike if tokens == most]
-        if len(best) > 1:  # of equal ones, the first in the walk
+        if len(best) > 1:  # among equal ones, the first in the walk
             best = [block for block in node.children.walk() if block in best]
         return (best[0], most, True) if best else None
 
     def match(self, keys: Iterable[BlockKey]) -> Iterator[tuple[CacheBlock, int, bool]]:
-        """What the keys of a prompt find, each below the one before: a block, how many tokens of it, whether by a
-        part.
-        """
+        """Yield the matches of a prompt's keys, each below the one before; see `_match`."""
         node = self.root
         for key in keys:
             match = self._match(node, key)
@@ -104,16 +100,17 @@ class WindowBlocks:
         keys: Sequence[BlockKey],
         retentions: Sequence[tuple[int | None, float | None]],
     ) -> int:
-        """Give a request the blocks of its prompt, cached ones first (`loadOrAllocateBlocks`); they fit, as was
-        checked.
+        """Allocate the blocks of a request's prompt, cached ones first (`loadOrAllocateBlocks`).
+
+        The caller has checked that they fit.
 
         Args:
             request: the request.
-            keys: of its blocks; behind them blocks have none.
+            keys: keys of its leading blocks; further blocks have none.
             retentions: priority and duration of each block.
 
         Returns:
-            Tokens that are hit.
+            Number of tokens that are hit.
         """
         table, found = request.tables[self.window], 0
         matches = self.match(keys)
@@ -136,7 +133,7 @@ class WindowBlocks:
                 else:
                     self.queues.claim(block, priority, duration)
                     self._onboard(request, block)
-                    if is_partial:  # a free leaf is taken itself: it leaves the tree without an event
+                    if is_partial:  # a free leaf is used without a copy, and leaves the tree without an event
                         block.leave()
                         self.taken[block.name] = None
                         self._events.gone(self.window, block.name)
@@ -153,7 +150,7 @@ class WindowBlocks:
             self.queues.release(spare)
 
     def _fresh(self, request: BlockHolder, priority: int, duration: float | None) -> CacheBlock:
-        """A fresh block of level 0 (`getFreeBlock`); what was in it is offloaded or evicted."""
+        """Return a new block of level 0 (`getFreeBlock`); its former content is offloaded or evicted."""
         block = self.queues.first(PRIMARY)
         if (
             block.key is not None
@@ -178,10 +175,10 @@ class WindowBlocks:
         return block
 
     def _evict(self, block: CacheBlock) -> None:
-        """Take a block and all its descendants, used ones too, out of the tree, children first.
+        """Take a block and all its descendants, including used ones, out of the tree, children first.
 
         Raises:
-            RuntimeError: a block is below itself; the original recurses until its stack is gone.
+            RuntimeError: a block is below itself; the original recurses until its stack overflows.
         """
         waiting, above = [(block, False)], set()
         while waiting:
@@ -201,19 +198,19 @@ class WindowBlocks:
                 one.leave()
 
     def evict_all(self) -> None:
-        """Take all blocks out of the tree; no request uses it."""
+        """Take all blocks out of the tree; no request uses them."""
         for block in self.root.children.walk():
             self._evict(block)
 
     def grow(self, request: BlockHolder, priority: int, duration: float | None) -> CacheBlock:
-        """Give a request one more block, which fits, as was checked."""
+        """Give a request one more block; the caller has checked that it fits."""
         block = self._fresh(request, priority, duration)
         block.refs += 1
         request.tables[self.window].append(block)
         return block
 
     def release(self, blocks: Iterable[CacheBlock]) -> None:
-        """Let blocks of a request go, in order; they stay in the tree."""
+        """Release blocks of a request, in order; they stay in the tree."""
         for block in blocks:
             block.refs -= 1
             if not block.refs:
@@ -222,7 +219,7 @@ class WindowBlocks:
     # ---------------------------------------------------------------------------------------------------- store
 
     def store(self, request: BlockHolder, keys: Sequence[BlockKey]) -> None:
-        """Put the blocks of a request into the tree, from the first that is not there (`storeBlocks`)."""
+        """Insert the blocks of a request into the tree, from the first one that it lacks (`storeBlocks`)."""
         node, position = self.root, 0
         new: list[CacheBlock] = []
         for key, block in zip(keys, request.tables[self.window], strict=False):
@@ -245,11 +242,11 @@ class WindowBlocks:
             self._events.stored(self.window, parent, rows, request.keys, position)
 
     def cached(self) -> Iterator[CacheBlock]:
-        """All blocks in the tree."""
+        """Return all blocks in the tree."""
         return (block for block in self.all if block.parent is not None)
 
 
 def _key_of(block: CacheBlock) -> BlockKey:
-    """The key of a block that has content."""
+    """Return the key of a block that has content."""
     assert block.key is not None
     return block.key

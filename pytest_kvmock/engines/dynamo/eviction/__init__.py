@@ -1,1 +1,1 @@
-"""Eviction policies, one a module, and what they have in common."""
+"""Eviction policies, one a module."""

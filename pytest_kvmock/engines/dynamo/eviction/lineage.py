@@ -13,21 +13,20 @@ from pytest_kvmock.values.plh import lineage_fragment, lineage_parent_fragment, 
 #
 # Blocks form a forest: a block's place is (position, own fragment), its parent's (position - 1, parent fragment), both
 # read from the lineage hash. A place holds one inactive block, or none: then it is a *ghost*, which keeps the children
-# of a block that is in use or not cached. A ghost without children is pruned, and its parent may be a ghost without
-# children then, and so on. Only leaves are evicted, the one inserted longest ago first; a block that becomes a leaf
-# again still has its old turn.
+# of a block that is in use or not cached. A ghost without children is pruned; its parent may then be a ghost without
+# children, and so on. Only leaves are evicted, the one inserted longest ago first. A block that becomes a leaf again
+# keeps its old place in the order.
 #
-# Here a place is a `_Node`. It outlives its pruning as long as a registered block has it as its own or as its parent's
-# place: what is pruned is the link to the parent. So a block that is used and freed again costs no look-up. A slot
-# keeps its node when its block is evicted, for the next one, unless the place must stay for the sake of a child.
+# Here a place is a `_Node`. Pruning cuts only its link to the parent. The node lives as long as it is the place of a
+# registered block or of such a block's parent, so a block that is used and freed again costs no look-up. When its block
+# is evicted, a slot keeps the node for its next block, unless a child still needs the place.
 #
 # `_queue` has a node once for each insertion, in order; only its last entry counts, and only while its block is
-# inactive. A node that turns out to be no leaf when its turn comes is *parked* under the next number: it waits, without
-# an entry, until its last child is evicted, and then its number stands in `_exposed`. The parked go before the queued:
-# their turn has come already. (What is written for every block are small numbers and flags: they cost no memory of
-# their own.)
+# inactive. A node that reaches the front and is not a leaf is *parked* under the next number. It waits without an entry
+# until its last child is evicted; then its number is put into `_exposed`. Parked nodes are evicted before queued ones,
+# because they reached the front already. (Each block adds only small numbers and flags, which take no extra memory.)
 
-_SLACK = 1024  # entries that do not count, before the queue is cleaned
+_SLACK = 1024  # stale entries allowed before the queue is cleaned
 
 # The key of a place is `position + 1 << 59 | fragment`. Below position 256, where the mode bits of a lineage hash are
 # 0, a hash is `position << 118 | parent's fragment << 59 | fragment`: shifted by 59 it is the parent's key.
@@ -43,7 +42,7 @@ def _key(plh: int) -> int:
 
 
 def _key_above(plh: int) -> int:
-    """The key of the parent's place; below `_LEVEL` for a root."""
+    """Return the key of the parent's place; below `_LEVEL` for a root."""
     if plh < _MODE_1:
         return plh >> 59
     return lineage_position(plh) << 59 | lineage_parent_fragment(plh)
@@ -56,21 +55,21 @@ class _Node:
 
     def __init__(self) -> None:
         self.key = 0
-        self.slot: Slot | None = None  # a registered block with this place: the inactive one, if one is
-        self.occupied = False  # whether it is; a ghost is not
-        self.entries = 0  # in the queue
+        self.slot: Slot | None = None  # a registered block with this place: the inactive one, if there is one
+        self.occupied = False  # whether `slot` is inactive; False for a ghost
+        self.entries = 0  # number of its entries in the queue
         self.parked = -1
         self.parent: _Node | None = None  # the node that counts this one as its child
         self.children = 0
-        self.pins = 0  # registered blocks whose parent's place it is
+        self.pins = 0  # number of registered blocks whose parent has this place
 
 
 class LineagePolicy(EvictionPolicy):
     """Leaves only, oldest first.
 
-    A chain is evicted tail first, in whatever order it was freed. A match of an active block changes nothing. Two
-    lineage hashes with one place (same position and own fragment, other parents) stand for the same cached block, as in
-    Dynamo 1.2.1; two such blocks, both active, cannot become inactive both.
+    A chain is evicted tail first, whatever the order in which it was freed. A match of an active block changes nothing.
+    As in Dynamo 1.2.1, two lineage hashes with one place (same position and own fragment, different parents) stand for
+    the same cached block. If two such blocks are active, only one of them can become inactive.
     """
 
     def __init__(self) -> None:
@@ -81,12 +80,12 @@ class LineagePolicy(EvictionPolicy):
         self._nodes: dict[int, _Node] = {}
         self._queue: deque[_Node] = deque()
         self._limit = _SLACK
-        self._number = 0  # of the next node that is parked
+        self._number = 0  # the number of the next parked node
         self._parked: dict[int, _Node] = {}
         self._exposed: list[int] = []
         self._rivals: defaultdict[_Node, list[Slot]] = defaultdict(list)  # blocks other than `_Node.slot`
-        # Links that outlive the child: a place whose block changed its parent is still counted by the old one. Only
-        # blocks that share a place make them.
+        # Stale links: if the block of a place has changed its parent, the old parent still counts the place as a child.
+        # Only blocks that share a place cause this.
         self._left_behind: set[tuple[_Node, int]] = set()
 
     def _on_register(self, slots: Sequence[Slot], places: Sequence[int] | None = None) -> None:
@@ -106,7 +105,7 @@ class LineagePolicy(EvictionPolicy):
                 self._rivals[node].append(slot)
 
     def _register_chain(self, slots: Sequence[Slot], keys: Sequence[int]) -> bool:
-        """Register slots at free places if each is the parent of the next, as nearly always; whether it was so."""
+        """Register slots at free places if each is the parent of the next (the usual case); return whether it was."""
         plhs = [slot.plh for slot in slots]
         if max(plhs) >= _MODE_1 or [plh >> 59 for plh in plhs[1:]] != keys[:-1]:
             return False
@@ -127,7 +126,7 @@ class LineagePolicy(EvictionPolicy):
         return True
 
     def _node(self, key: int, spare: _Node | None = None) -> _Node:
-        """The node of a place; if there is none, `spare` becomes it, or a new one."""
+        """Return the node of a place; if it has none, `spare` or a new node becomes its node."""
         node = self._nodes.get(key)
         if node is None:
             node = self._nodes[key] = spare or _Node()
@@ -135,12 +134,12 @@ class LineagePolicy(EvictionPolicy):
         return node
 
     def _drop(self, node: _Node) -> None:
-        """Forget a place if it is not needed: it has no block of its own and none below it."""
+        """Drop a place that is not needed: no block is in it or below it."""
         if node.slot is None and not node.pins and not node.children:
             del self._nodes[node.key]
 
     def _disown(self, node: _Node, slot: Slot) -> None:
-        """Take a block that is no longer cached off its place, which others may share."""
+        """Remove a block that is no longer cached from its place, which other blocks may share."""
         rivals = self._rivals.get(node)
         if rivals is None:
             node.slot = None
@@ -154,7 +153,7 @@ class LineagePolicy(EvictionPolicy):
             del self._rivals[node]
 
     def _unregister(self, slot: Slot) -> None:
-        """Forget an active slot that cannot become inactive."""
+        """Drop an active slot that cannot become inactive."""
         node: _Node = slot.place
         self._disown(node, slot)
         self._drop(node)
@@ -164,7 +163,7 @@ class LineagePolicy(EvictionPolicy):
             self._drop(above)
 
     def insert(self, slots: Sequence[Slot]) -> None:
-        """Put the slots into the forest; their turn comes after all others'."""
+        """Insert the slots into the forest, at the end of the eviction order."""
         append = self._queue.append
         for slot in slots:
             node: _Node = slot.place
@@ -182,15 +181,13 @@ class LineagePolicy(EvictionPolicy):
                     self._link(node, parent)
 
     def _swap(self, node: _Node, slot: Slot) -> None:
-        """Make `slot` the one of the blocks that share a place that is inactive."""
+        """Make `slot` the inactive one among the blocks that share a place."""
         assert node.slot is not None
         rivals = self._rivals[node]
         rivals[rivals.index(slot)], node.slot = node.slot, slot
 
     def _link(self, node: _Node, parent: _Node) -> None:
-        """Make a place the child of another; its old parent, if blocks that share a place gave it one, still counts
-        it.
-        """
+        """Make a place the child of another. An old parent, of another block with this place, still counts it."""
         if node.parent is not None:
             self._left_behind.add((node.parent, node.key))
         node.parent = parent
@@ -200,7 +197,7 @@ class LineagePolicy(EvictionPolicy):
             parent.children += 1
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """Take the slots out; their places stay as ghosts while they have children."""
+        """Remove the slots; their places stay as ghosts while they have children."""
         for slot in slots:
             node: _Node = slot.place
             node.occupied = False
@@ -216,7 +213,7 @@ class LineagePolicy(EvictionPolicy):
         node.parked = -1
 
     def _prune(self, node: _Node) -> None:
-        """Cut a ghost without children off its parent, and so on upward."""
+        """Cut a ghost without children off its parent, and repeat this upward."""
         parent = node.parent
         while parent is not None:
             node.parent = None
@@ -233,7 +230,7 @@ class LineagePolicy(EvictionPolicy):
             parent = node.parent
 
     def _clean(self) -> None:
-        """Drop the entries that do not count."""
+        """Drop the stale entries."""
         nodes = self._queued()
         for node in self._queue:
             node.entries = 0
@@ -243,12 +240,12 @@ class LineagePolicy(EvictionPolicy):
         self._limit = 2 * len(nodes) + _SLACK
 
     def _queued(self) -> list[_Node]:
-        """Nodes whose entry in the queue counts, in order."""
+        """Return the nodes with a valid entry in the queue, in order."""
         newest = dict.fromkeys(node for node in reversed(self._queue) if node.occupied)
         return list(newest)[::-1]
 
     def evict(self, count: int) -> list[Slot]:
-        """Choose the leaves whose turn is first; fewer if no block is a leaf (only shared places can do that)."""
+        """Choose the next leaves to evict; fewer if no block is a leaf, which only shared places can cause."""
         queue, nodes = self._queue, self._nodes
         chosen: list[Slot] = []
         while len(chosen) < count:
@@ -302,7 +299,7 @@ class LineagePolicy(EvictionPolicy):
         return None
 
     def clear(self) -> None:
-        """Forget all slots and places."""
+        """Drop all slots and places."""
         for node in self._nodes.values():
             if node.slot is not None:
                 node.slot.place = None
@@ -317,7 +314,7 @@ class LineagePolicy(EvictionPolicy):
         return None if node is None or not node.occupied else node.slot
 
     def _free_places(self, plhs: Sequence[int], registered: Mapping[int, Slot]) -> Sequence[int] | None:  # noqa: ARG002 - places tell more
-        """Return the keys of the places, if none is taken (or kept for a child) and no two are the same."""
+        """Return the keys of the places; None if one is taken (or kept for a child), or two are the same."""
         if max(plhs) < _MODE_1:
             keys = [(plh >> 118) + 1 << 59 | plh & _FRAGMENT for plh in plhs]
         else:
@@ -327,7 +324,7 @@ class LineagePolicy(EvictionPolicy):
         return None
 
     def _first_refused(self, slots: Iterable[Slot]) -> Slot | None:
-        """Return the first slot whose place is taken by another block (kvbm-logical: "Hash collision detected")."""
+        """Return the first slot whose place another block has taken (kvbm-logical: "Hash collision detected")."""
         taken: set[_Node] = set()
         for slot in slots:
             node = slot.place
@@ -337,9 +334,7 @@ class LineagePolicy(EvictionPolicy):
         return None
 
     def order(self) -> list[Slot]:
-        """Return the inactive slots as evictions would take them; blocks that could never be evicted stand at the
-        end.
-        """
+        """Return the inactive slots in the order of eviction; blocks that can never be evicted come last."""
         waiting = [*(self._parked[number] for number in sorted(self._parked)), *self._queued()]
         turns = {node: turn for turn, node in enumerate(waiting)}
         children = {node: node.children for node in self._nodes.values()}

@@ -1,4 +1,4 @@
-"""`lru`: evict the block that became inactive longest ago, wherever it stands in its chain."""
+"""`lru`: evict the block that became inactive longest ago, wherever it is in its chain."""
 
 from __future__ import annotations
 
@@ -7,18 +7,18 @@ from collections.abc import Sequence
 
 from pytest_kvmock.engines.base.eviction_policy import EvictionPolicy, Slot
 
-_SLACK = 1024  # entries that do not count, before the queue is cleaned
+_SLACK = 1024  # stale entries allowed before the queue is cleaned
 
 
 class LruPolicy(EvictionPolicy):
     """Least recently inserted first (kvbm-logical, `LruBackend`).
 
-    A chain that is freed root first is evicted root first, and so loses its head before its tail. A block that is
-    reused and freed again counts as new; that it is looked at or matched while active changes nothing.
+    A chain that is freed root first is evicted root first, so it loses its head before its tail. A block that is reused
+    and freed again counts as new. A look-up, or a match while the block is active, changes nothing.
     """
 
-    # A slot is in the queue once for each insertion, `slot.place` times so far; its last entry counts while the slot is
-    # inactive (`slot.above`). So `remove` need not search for it.
+    # Each insertion adds an entry to the queue; `slot.place` is the number of a slot's entries. Its last entry counts
+    # while the slot is inactive (`slot.above`). So `remove` needs no search.
 
     def __init__(self) -> None:
         self._queue: deque[Slot] = deque()
@@ -32,14 +32,14 @@ class LruPolicy(EvictionPolicy):
         self._queue += slots
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """Take the slots out: they are in use."""
+        """Remove the slots: they are in use."""
         for slot in slots:
             slot.above = False
         if len(self._queue) > self._limit:
             self._clean()
 
     def _clean(self) -> None:
-        """Drop the entries that do not count."""
+        """Drop the stale entries."""
         slots = self.order()
         for slot in self._queue:
             slot.place = 0
@@ -61,7 +61,7 @@ class LruPolicy(EvictionPolicy):
         return chosen
 
     def clear(self) -> None:
-        """Forget all slots."""
+        """Drop all slots."""
         for slot in self._queue:
             slot.place, slot.above = 0, False
         self._queue.clear()

@@ -1,4 +1,4 @@
-"""`multi_lru`: evict blocks of low frequency first; among those, the one that became inactive longest ago."""
+"""`multi_lru`: evict blocks of low frequency first; among these, the one that became inactive longest ago."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ THRESHOLDS: Final = (3, 8, 15)
 """Counts from which a block is warm, hot and very hot; below the first it is cold (kvbm-logical's default)."""
 
 _LEVELS: Final = tuple(sum(count >= threshold for threshold in THRESHOLDS) for count in range(16))
-_SLACK = 1024  # entries that do not count, before a lane is cleaned
+_SLACK = 1024  # stale entries allowed before a lane is cleaned
 
 
 class _Lane:
     """One of several queues that share the slots of a manager, each slot in one of them at a time.
 
     Args:
-        lane: which this is, from 0.
-        lanes: how many there are.
+        lane: number of this queue, from 0.
+        lanes: number of queues.
     """
 
-    # A slot is in the queue once for each insertion; the entry at the front has the number `_first`. An entry counts
-    # while `slot.place` is its number, so that removals need no search. Numbers are each lane's share of 1, 2, 3 and so
-    # on. (`lru`, alone with its slots, can count a slot's entries instead, which is quicker.)
+    # Each insertion adds an entry to the queue; the entry at the front has the number `_first`. An entry counts while
+    # `slot.place` is its number, so removals need no search. Each lane has its share of the numbers 1, 2, 3 and so on.
+    # (`lru` has only one queue, and so can count a slot's entries instead, which is quicker.)
 
     def __init__(self, lane: int, lanes: int) -> None:
         self._queue: deque[Slot] = deque()
@@ -46,7 +46,7 @@ class _Lane:
         self._next = number
 
     def tidy(self) -> None:
-        """If there are many entries that do not count, drop them and number the others again."""
+        """If there are many stale entries, drop them and number the others again."""
         if len(self._queue) > self._limit:
             slots = self.order()
             self._queue.clear()
@@ -68,7 +68,7 @@ class _Lane:
         return chosen
 
     def clear(self) -> None:
-        """Forget all slots; numbers are not reused, so that no old entry counts."""
+        """Drop all slots; numbers are not reused, so no old entry counts."""
         self._queue.clear()
         self._first = self._next
 
@@ -82,22 +82,23 @@ class MultiLruPolicy(EvictionPolicy):
     """Four queues by frequency, the coldest first; in each, least recently inserted first (`MultiLruBackend`).
 
     A `TinyLfu` counts lineage hashes: one for a registration, two for the reuse of an inactive block, one for a match
-    of an active block by another name; a use of an active block by its own name counts nothing. A block gets its level
-    when it becomes inactive, and keeps it while it is, whatever happens to its counters meanwhile. What was counted
-    stays when a block is evicted, and when the cache is cleared.
+    of an active block by another name. A use of an active block by its own name counts nothing. A block gets its level
+    when it becomes inactive, and keeps it while inactive, even if its counters change. Counters outlive the eviction of
+    a block and the clearing of the cache.
 
-    So a block can outlive its parent, as one that stays active is not counted again while those below it are reused.
+    So a block can outlive its parent: a parent that stays active is not counted again while the blocks below it are
+    reused.
 
     Args:
-        num_blocks: capacity of the manager, for which the tracker is made.
+        num_blocks: capacity of the manager; it sets the size of the tracker.
 
     Raises:
         ValueError: `num_blocks` is not a positive integer.
     """
 
-    # The counters of a slot's lineage hash are found when it is registered, and kept packed in `slot.above`;
-    # `slot.place` belongs to the queues. Counters are read only when a block becomes inactive, which does not happen
-    # inside a Use. So the new blocks of a Use may come as one `evict` and one `register`.
+    # The counters of a slot's lineage hash are found when it is registered, and kept in `slot.above`; `slot.place`
+    # belongs to the queues. Counters are read only when a block becomes inactive, which never happens inside a Use. So
+    # one `evict` and one `_on_register` can handle all new blocks of a Use.
 
     def __init__(self, num_blocks: int) -> None:
         self._tracker = TinyLfu(check_num_blocks(num_blocks))
@@ -133,9 +134,9 @@ class MultiLruPolicy(EvictionPolicy):
                 queue.insert(of_level)
 
     def remove(self, slots: Sequence[Slot]) -> None:
-        """Take the slots out: they are in use. Their lineage hashes count twice each."""
-        # The real manager first looks for a block among the active ones, and counts, as its registration exists. Then
-        # it finds the block inactive, and counts again.
+        """Remove the slots: they are in use. Each lineage hash counts twice."""
+        # The real manager first looks for a block among the active ones, and counts because it finds the registration.
+        # Then it finds the block inactive, and counts again.
         places: list[Place] = []
         for slot in slots:
             slot.place = 0
@@ -145,8 +146,8 @@ class MultiLruPolicy(EvictionPolicy):
             queue.tidy()
 
     def _wake_run(self, slots: Sequence[Slot]) -> None:
-        """Take the slots out; the first one's lineage hash counts twice, as it alone was asked for among the active
-        ones.
+        """Remove the slots; only the first one's lineage hash counts twice, because only it was looked up among the
+        active blocks.
         """
         self.remove(slots[:1])
         for slot in slots[1:]:
@@ -154,7 +155,7 @@ class MultiLruPolicy(EvictionPolicy):
         self._tracker.count([slot.above for slot in slots[1:]])
 
     def evict(self, count: int) -> list[Slot]:
-        """Choose from the coldest level that has any, those that were inserted longest ago."""
+        """Choose slots from the coldest level on; within a level, those inserted longest ago."""
         chosen: list[Slot] = []
         for queue in self._queues:
             chosen += queue.evict(count - len(chosen))
@@ -163,10 +164,10 @@ class MultiLruPolicy(EvictionPolicy):
         return chosen
 
     def clear(self) -> None:
-        """Forget all slots; the counters stay."""
+        """Drop all slots; the counters stay."""
         for queue in self._queues:
             queue.clear()
 
     def order(self) -> list[Slot]:
-        """Return the inactive slots level by level, from the one inserted longest ago."""
+        """Return the inactive slots level by level, each from the one inserted longest ago."""
         return [slot for queue in self._queues for slot in queue.order()]

@@ -1,4 +1,4 @@
-"""The frequency tracker of kvbm-logical: a sketch of how often a hash was seen."""
+"""The frequency tracker of kvbm-logical: a sketch that estimates how often a hash was counted."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from xxhash import xxh3_64_intdigest
 
 # Theory of operation (kvbm-logical, `TinyLFUSketch`; a count-min sketch)
 #
-# A table of `max(1, capacity // 4)` words has sixteen counters of four bits each. A key has four of them, by four
-# hashes: `hash % words` is the word, `hash & 15` the counter in it. The lowest of its counters is the count of the key.
+# A table has `max(1, capacity // 4)` words, and each word has sixteen counters of four bits. Four hashes give a key
+# four counters: `hash % words` is the word, `hash & 15` the counter in it. The count of a key is its lowest counter.
 #
-# Both numbers come from one hash, and so together they are `hash % lcm(words, 16)`: that is the number of a counter
-# here, in its own byte. Where the words are even in number, that is at most half of the original's counters; it never
-# touches the others either.
+# Both numbers come from one hash, so `hash % lcm(words, 16)` stands for both. This is the number of a counter here;
+# each counter has its own byte. If the number of words is even, these are at most half of the original's counters; the
+# original never uses the other counters either.
 #
 # Hash i is the XXH3-64 of the key's 16 bytes, little endian, with the secret of seed i. For this length a secret is
-# only a mask that is laid over the input. So laying over the difference to the mask of seed 0, whose secret is the
-# default one, makes it a plain XXH3-64.
+# only a mask that is XORed with the input, and seed 0 has the default secret. So the key is XORed with the difference
+# of the masks of seeds i and 0, and the plain XXH3-64 of the result is hash i.
 
 _U64: Final = 2**64 - 1
 _U32: Final = 2**32 - 1
 
-# Words of XXH3's default secret at bytes 24, 32, 40 and 48. A seed is taken from the first of each pair and added to
-# the second one.
+# Words of XXH3's default secret at bytes 24, 32, 40 and 48. A seed is subtracted from the first of each pair and added
+# to the second.
 _SECRET: Final = ((0x1F67B3B7A4A44072, 0x78E5C0CC4EE679CB), (0x2172FFCC7DD05A82, 0x8E2443F7744608B8))
 
 
@@ -47,14 +47,14 @@ Place: TypeAlias = tuple[int, int, int, int]
 
 
 class TinyLfu:
-    """Counts keys of 128 bits, up to 15 each; after enough counts all are halved.
+    """Counts keys of 128 bits, up to 15 each; after enough counts all counters are halved.
 
     Args:
-        capacity: how many keys it is made for, at least 1.
+        capacity: number of keys that it is sized for, at least 1.
 
     Attributes:
         counters: the counters, a byte each; always the same object.
-        size: how many counts were noted since the last decay, and what that left of those before it.
+        size: number of counts since the last decay, plus the size that this decay left.
     """
 
     __slots__ = ("_sample", "_words", "counters", "size")
@@ -66,7 +66,7 @@ class TinyLfu:
         self.size = 0
 
     def places(self, keys: Iterable[int]) -> list[Place]:
-        """Return the place of each key. This is what costs time: keep it."""
+        """Return the place of each key. This is the slow part: keep the result."""
         digest, number = xxh3_64_intdigest, len(self.counters)
         return [
             (
@@ -83,7 +83,7 @@ class TinyLfu:
         counters, size, sample = self.counters, self.size, self._sample
         for first, second, third, fourth in places:
             if _FULL == counters[first] == counters[second] == counters[third] == counters[fourth]:
-                continue  # there are no counters
+                continue  # all four counters are at their maximum
             # One after the other: two may be the same counter, which is then raised twice.
             if (count := counters[first]) != _FULL:
                 counters[first] = count + 1
@@ -99,7 +99,7 @@ class TinyLfu:
         self.size = size
 
     def estimate(self, place: Place) -> int:
-        """Return how often the key of a place was counted, as far as is known: from 0 to 15."""
+        """Return the estimated count of a place's key, from 0 to 15."""
         return min([self.counters[number] for number in place])
 
     def _decay(self, size: int) -> int:
@@ -109,7 +109,7 @@ class TinyLfu:
         return max(0, (size >> 1) - (odd >> 2))
 
     def words(self) -> list[int]:
-        """Return the table as the original has it: words of 64 bits, of sixteen counters each."""
+        """Return the table in the original's form: words of 64 bits, with sixteen counters each."""
         words = [0] * self._words
         for number, count in enumerate(self.counters):
             words[number % self._words] |= count << 4 * (number & 15)

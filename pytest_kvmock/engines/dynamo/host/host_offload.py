@@ -1,7 +1,7 @@
 """The host tier (G2) of Dynamo's mocker: evicted blocks travel to the host in batches, and back, in virtual time.
 
-It does what `MockOffloadEngine` of dynamo-mocker 1.2.1 does over `kvbm-engine`, with one difference: the original works
-in threads, and where the moment of a step depends on them, here it happens in the call that causes it.
+It does the same as `MockOffloadEngine` of dynamo-mocker 1.2.1 on `kvbm-engine`, with one difference: the original works
+in threads. If the moment of a step depends on a thread, here the step happens in the call that causes it.
 """
 
 from __future__ import annotations
@@ -22,24 +22,24 @@ from pytest_kvmock.values.events import Removed, StorageTier, Stored
 # Theory of operation
 #
 # A *call* is the input of one `take`: evicted blocks, and their device slots, which stay quarantined until every block
-# of the call has settled. Blocks that the host holds, or that wait for it, are left out; the others are cut into
-# batches, and a batch is one transfer. As many transfers may be under way at once as a batch has blocks; other batches
-# wait, first come first served. The slots in the host are taken when a transfer starts, and evictions from the host
-# happen then; its blocks are registered when it ends.
+# of the call has settled. Blocks that are on the host already, or queued for it, are left out; the others are cut into
+# batches, and a batch is one transfer. At most `batch_size` transfers may be under way at once; other batches wait,
+# first come first served. Host slots are taken when a transfer starts, with evictions from the host if needed. The
+# blocks are registered when the transfer ends.
 #
-# Two hazards of the original are kept. A batch for which the host has not as many slots that are empty or evictable is
-# lost, and its call never settles: the slots stay quarantined. And what events say of a block is noted once for each
-# lineage hash, and forgotten when the host evicts it: a block that was sent twice (it was evicted from the device again
-# while its first copy was under way), arrived, was evicted from the host, and arrives the second time has no Stored. If
-# the device evicts it once more while the host has it so, its Removed is published all the same. `unpublished` names
-# such blocks: a comparison of the host with its events leaves out these alone.
+# Two hazards of the original are kept. First, a batch is lost if the host has too few slots that are empty or
+# evictable; its call never settles, so the device slots stay quarantined. Second, the details of a block for its events
+# are kept once for each lineage hash, and dropped when the host evicts the block. A block may be sent twice, because
+# the device evicted it again while its first copy was under way. If the first copy arrives and is evicted from the
+# host, the second copy arrives without a Stored. If the device then evicts the block once more, its Removed is
+# published all the same. `unpublished` names such blocks: a comparison of the host with its events skips only these.
 
 DEFAULT_BATCH: Final = 32
-"""Blocks of one transfer to the host, and transfers under way at once."""
+"""Default number of blocks of one transfer to the host, and of transfers under way at once."""
 
 
 class _Call:
-    """The slots of one `take`, and how many of its blocks have not settled."""
+    """The slots of one `take`, and the number of its blocks that have not settled."""
 
     __slots__ = ("slots", "unsettled")
 
@@ -63,8 +63,8 @@ class HostPrefix:
     """A pinned prefix of the host (`SwapInHandle`).
 
     Attributes:
-        num_blocks: how many blocks.
-        slots: where they are, while they are pinned.
+        num_blocks: number of blocks.
+        slots: the slots of these blocks, while they are pinned.
         is_complete: whether its transfer is done.
     """
 
@@ -81,13 +81,13 @@ class HostPrefix:
 
 
 class HostOffload:
-    """Keeps what one manager evicts in host memory.
+    """Keeps the evicted blocks of one manager in host memory.
 
     Args:
-        num_blocks: blocks that the host has room for, at least 1.
+        num_blocks: capacity of the host in blocks, at least 1.
         block_bytes: bytes of a block; 0: unknown, a transfer takes no time.
-        batch_size: blocks of one transfer to the host, and transfers to the host that may be under way at once. With
-            more blocks under way than the host can hold, batches are lost: `batch_size` squared at most
+        batch_size: blocks of one transfer to the host, and transfers to the host that may be under way at once. If more
+            blocks are under way than the host can hold, batches are lost; a `batch_size` whose square is at most
             `num_blocks` is safe.
         to_host_gbps: bandwidth from the device to the host, in GB/s; 0 is infinite.
         to_device_gbps: bandwidth back.
@@ -96,11 +96,11 @@ class HostOffload:
         ValueError: a number is invalid.
 
     Attributes:
-        tier: the host's.
+        tier: the host's tier.
         batch_size: as given.
-        now: the time of the last tick, in ms, cut to microseconds: transfers that a move starts begin then.
-        lost_blocks: blocks that were lost because the host could not hold a batch whole.
-        lost_to_pins: those of them that it could have held, had a swap-in not pinned other blocks.
+        now: the time of the last tick, in ms, cut to microseconds; a transfer that a move starts begins then.
+        lost_blocks: number of blocks lost because the host could not hold a whole batch.
+        lost_to_pins: number of those blocks that were lost because a swap-in had pinned other blocks.
     """
 
     tier = StorageTier.HOST_PINNED
@@ -128,8 +128,8 @@ class HostOffload:
         self._queue: deque[_Batch] = deque()
         self._offloads: dict[int, _Batch] = {}
         self._onboards: dict[int, HostPrefix] = {}
-        self._details: dict[int, BlockDetails] = {}  # by lineage hash; what the next event of a block says
-        self._happened: list[tuple[bool, int]] = []  # (whether stored, lineage hash), not yet published
+        self._details: dict[int, BlockDetails] = {}  # for the next event of each block, by lineage hash
+        self._happened: list[tuple[bool, int]] = []  # (whether stored, lineage hash) of changes not yet published
         self._unpublished: set[int] = set()
 
     def __repr__(self) -> str:
@@ -140,7 +140,7 @@ class HostOffload:
 
     @property
     def num_blocks(self) -> int:
-        """Blocks that the host has room for."""
+        """Capacity of the host in blocks."""
         return self._host.total
 
     @property
@@ -155,16 +155,16 @@ class HostOffload:
 
     @property
     def quarantined(self) -> int:
-        """Slots of the device that are held, those that will be held forever included."""
+        """Slots of the device that are held, including those that will be held forever."""
         return sum(len(call.slots) for call in self._calls)
 
     def resident(self) -> list[int]:
-        """Sequence hashes of the host's blocks."""
+        """Return the sequence hashes of the host's blocks."""
         return [slot.name for slot in self._host.blocks()]
 
     @property
     def unpublished(self) -> Container[int]:
-        """Sequence hashes of blocks that came without a Stored, until they have one; see the theory of operation."""
+        """Sequence hashes of blocks that arrived without a Stored, until they get one; see the theory of operation."""
         return self._unpublished
 
     def deadline(self) -> float | None:
@@ -177,7 +177,8 @@ class HostOffload:
         if not evicted:
             return self._result(slots)
         self._details.update((block.plh, block) for block in evicted)
-        # What is next in the queue counts as under way already, and is sent again (kvbm-engine, `upgrade_batch`).
+        # The next batch in the queue counts as under way already, so its blocks are sent again (kvbm-engine,
+        # `upgrade_batch`).
         waiting = {block.plh for i, batch in enumerate(self._queue) if i for block in batch.blocks}
         passed: list[BlockDetails] = []
         for block in evicted:
@@ -194,8 +195,9 @@ class HostOffload:
         return self._result(())
 
     def tick(self, now: float) -> OffloadResult:
-        """Move the time forward to `now`; see `OffloadEngine.tick`. One before the last changes nothing on the
-        links.
+        """Move the time forward to `now`; see `OffloadEngine.tick`.
+
+        A time before the last one changes nothing on the links.
         """
         self._set_now(check_time(now))
         self._drain(now)
@@ -208,7 +210,7 @@ class HostOffload:
         return HostPrefix(slots) if slots else None
 
     def lookup(self, plhs: Sequence[int]) -> int:
-        """Count how many of these the host holds, from the first on. Changes nothing."""
+        """Count the leading blocks that the host holds. Changes nothing."""
         return next((i for i, plh in enumerate(plhs) if plh not in self._host), len(plhs))
 
     def start(self, prefix: PinnedPrefix, now: float | None = None) -> None:
@@ -222,13 +224,13 @@ class HostOffload:
         self._start_queued()
 
     def release(self, prefix: PinnedPrefix) -> None:
-        """Pin a prefix no more, if it is pinned; a transfer of it goes on, for nothing."""
+        """Unpin a prefix if it is pinned; its transfer continues without effect."""
         assert isinstance(prefix, HostPrefix)
         slots, prefix.slots = prefix.slots, []
         self._host.release(slots)
 
     def clear(self) -> list[Slot]:
-        """Cancel all transfers and forget all blocks; see `OffloadEngine.clear`."""
+        """Cancel all transfers and drop all blocks; see `OffloadEngine.clear`."""
         slots = [slot for call in self._calls for slot in call.slots]
         self._host = HostPool(self._host.total)
         self._to_host.cancel()
@@ -243,7 +245,7 @@ class HostOffload:
         self.now = int(micros) / 1000 if micros < inf else now  # the original keeps integer microseconds
 
     def _drain(self, now: float) -> None:
-        """Advance both links, and settle what finished, in the order in which it did."""
+        """Advance both links, and complete the finished transfers, in the order in which they finished."""
         for number in (*self._to_host.advance(now), *self._to_device.advance(now)):
             batch = self._offloads.pop(number, None)
             if batch is None:
@@ -259,7 +261,7 @@ class HostOffload:
                 batch.call.unsettled -= len(batch.blocks)
 
     def _start_queued(self) -> None:
-        """Start batches that wait, the first first, while fewer are under way than may be."""
+        """Start the waiting batches in order, until the maximum number of transfers is under way."""
         while self._queue and len(self._offloads) < self.batch_size:
             batch = self._queue.popleft()
             allocated = self._host.allocate(len(batch.blocks))
@@ -270,19 +272,19 @@ class HostOffload:
                 continue
             batch.slots, evicted = allocated
             self._happened += [(False, plh) for plh in evicted]
-            self._drain(self.now)  # so a transfer of 0 bytes ends when the next one starts
+            self._drain(self.now)  # a transfer of 0 bytes ends when the next one starts
             number = self._to_host.start(self.now, len(batch.blocks) * self._block_bytes)
             self._offloads[number] = batch
 
     def _settled_slots(self) -> list[Slot]:
-        """Give up the slots of calls of which every block has settled."""
+        """Take out the calls whose blocks have all settled; return their slots."""
         slots = [slot for call in self._calls if not call.unsettled for slot in call.slots]
         if slots:
             self._calls = [call for call in self._calls if call.unsettled]
         return slots
 
     def _result(self, slots: Iterable[Slot]) -> OffloadResult:
-        """What happened since the last result, as events, and these slots."""
+        """Return the changes since the last result as events, with these slots."""
         events: list[TierEvent] = []
         for stored, plh in self._happened:
             block = self._details.get(plh) if stored else self._details.pop(plh, None)

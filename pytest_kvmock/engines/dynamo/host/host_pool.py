@@ -13,7 +13,7 @@ class HostPool:
     """Slots of the host, and the blocks in them. A block is active while it is pinned, else inactive and evictable.
 
     Args:
-        total: how many slots there are, at least 1.
+        total: number of slots, at least 1.
     """
 
     __slots__ = ("_num_inactive", "_policy", "_pool")
@@ -28,21 +28,21 @@ class HostPool:
 
     @property
     def total(self) -> int:
-        """How many slots there are."""
+        """Number of slots."""
         return self._pool.total
 
     @property
     def available(self) -> int:
-        """Slots that are empty, or hold a block that may be evicted."""
+        """Number of slots that are empty, or hold a block that may be evicted."""
         return self._pool.reset_len + self._num_inactive
 
     @property
     def pinned(self) -> int:
-        """How many blocks are pinned."""
+        """Number of pinned blocks."""
         return len(self._pool.registered) - self._num_inactive
 
     def name_of(self, plh: int) -> int | None:
-        """Return the sequence hash of a block that is held; None if it is not."""
+        """Return the sequence hash of a block; None if it is not held."""
         slot = self._pool.registered.get(plh)
         return None if slot is None else slot.name
 
@@ -54,7 +54,7 @@ class HostPool:
         """Take slots, all or none: empty ones first, then by eviction.
 
         Returns:
-            The slots, and the lineage hashes of what was evicted, in order; None if there are not as many.
+            The slots, and the lineage hashes of the evicted blocks, in order; None if there are too few slots.
         """
         if count > self.available:
             return None
@@ -66,14 +66,14 @@ class HostPool:
         return slots + victims, [slot.plh for slot in victims]
 
     def register(self, slots: Sequence[Slot], names: Sequence[int], plhs: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Fill slots with the blocks of one transfer, all at once, so that none of them is evicted for another.
+        """Fill slots with all blocks of one transfer at once, so none of them is evicted for another.
 
-        A block that is there already keeps its slot, and becomes the youngest; the second slot is given back.
+        A block that is held already keeps its slot, and becomes the youngest; the second slot is given back.
 
         Returns:
-            The lineage hashes of those that were not there, and of those among them that are lost again, with their
-            slots: another block has their place in the forest (position and fragment, with another parent), where the
-            original panics. Chained hashes never come to that.
+            The lineage hashes of the new blocks, and of the new blocks that are lost again with their slots. A block
+            is lost if another block has its place in the forest (position and fragment, with another parent); the
+            original panics in this case. Chained hashes never cause it.
         """
         new: list[int] = []
         held: list[Slot] = []
@@ -101,9 +101,10 @@ class HostPool:
         return new, lost
 
     def match(self, plhs: Sequence[int]) -> list[Slot]:
-        """Pin the longest prefix that is held, as `match_blocks` finds it.
+        """Pin the longest prefix that `match_blocks` finds, and return its slots.
 
-        A run of blocks that others have pinned, then a run of others; a pinned one after these is not found.
+        This is a run of blocks that are pinned already, then a run of inactive blocks; a pinned block after these is
+        not found.
         """
         registered = self._pool.registered
         found: list[Slot] = []
@@ -123,7 +124,7 @@ class HostPool:
         return found
 
     def release(self, slots: Sequence[Slot]) -> None:
-        """Drop one pin of each of these, in order."""
+        """Drop one pin of each slot, in order."""
         for slot in slots:
             slot.refs -= 1
             if not slot.refs:

@@ -1,10 +1,10 @@
-"""The virtual time of a worker whose evicted blocks travel to the host, and the requests that wait in it.
+"""The virtual time of a worker that offloads evicted blocks to the host, and the requests that wait.
 
-They wait for blocks of the device, or for their prefix to come back from the host (Dynamo's `VllmCore`,
-`AwaitingSwapIn`). The blocks of the prefix that the device has are pinned meanwhile, and slots are reserved for those
-that come. When the transfer is done, these are cached as inactive blocks, and the request's own Use finds them.
+A request waits for blocks of the device, or until its prefix comes back from the host (Dynamo's `VllmCore`,
+`AwaitingSwapIn`). Meanwhile the prefix blocks on the device are pinned, and slots are reserved for the coming blocks.
+When the transfer is done, the blocks are cached as inactive ones, and the Use of the request finds them.
 
-One subject: what travels between Dynamo's device and host, and which requests wait for it.
+One subject: transfers between Dynamo's device and host, and the requests that wait for them.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Parked:
     """A swap-in under way for one request.
 
     Attributes:
-        plhs: lineage hashes of the request's blocks up to the last that comes.
-        skip: how many of them the device had.
-        pin: what keeps those on the device.
+        plhs: lineage hashes of the request's blocks, up to the last block that comes.
+        skip: number of leading blocks that the device had.
+        pin: the pin that keeps these blocks on the device.
     """
 
     __slots__ = ("_blocks", "_manager", "_parent", "_scheduled", "pin", "plhs", "skip")
@@ -63,46 +63,44 @@ class Parked:
 
     @property
     def num_blocks(self) -> int:
-        """How many blocks come."""
+        """Number of blocks that come."""
         return len(self._blocks)
 
     @property
     def is_open(self) -> bool:
-        """Whether slots are reserved for them: until `resume` or `give_up`, or until its manager cancels its
-        transfers.
-        """
+        """Whether slots are reserved for the blocks: until `resume`, `give_up`, or a cancellation by the manager."""
         return self._scheduled.is_open
 
     @property
     def is_complete(self) -> bool:
-        """Whether they have come, by the last tick."""
+        """Whether the blocks had arrived by the last tick."""
         return self._scheduled.is_complete
 
     def resume(self) -> int:
-        """Cache the blocks that came, and pin no more; return how many."""
+        """Cache the arrived blocks, and drop the pin; return the number of blocks."""
         taken = self._manager.register_swapped_in(self._blocks, self._parent, self._scheduled)
         self._manager.unpin(self.pin)
         return taken
 
     def give_up(self) -> None:
-        """Free slots and pins; the transfer continues without effect."""
+        """Free the slots and the pin; the transfer continues without effect."""
         self._manager.put_down(self._scheduled)
         self._manager.unpin(self.pin)
 
 
 class Parking:
-    """What is under way from the host to one manager, in the order in which it began, and for which request.
+    """The swap-ins under way from the host to one manager, in the order of their start, with their requests.
 
-    The requests of a scheduler are parked, and come back to it (`take_back`). A worker's own wait for theirs while its
-    time passes (`TierHostTime`), and are not listed here: what comes may be another's by then.
+    Requests of a scheduler are parked, and come back to it (`take_back`). A worker's own requests wait while its time
+    passes (`TierHostTime`). They are not recorded here, because the blocks may serve another request when they arrive.
 
     Args:
-        driver: of the manager; what is published meanwhile is for requests, as its recorder marks it.
+        driver: the manager's driver; its recorder marks the events of a swap-in as made for a request.
         manager: the manager.
     """
 
     parks_preempted = False
-    """Only what is new is swapped in, as by Dynamo's scheduler."""
+    """As in Dynamo's scheduler, only new requests are swapped in."""
 
     def __init__(self, driver: MoveDriver, manager: LogicalManager) -> None:
         self._driver = driver
@@ -111,34 +109,34 @@ class Parking:
 
     @property
     def requests(self) -> Sequence[ScheduledRequest]:
-        """The requests of a scheduler that are parked, in the order of their parking."""
+        """The parked requests of a scheduler, in the order of their parking."""
         return tuple(request for request in self._parked.values() if request is not None)
 
     @property
     def of_worker(self) -> list[Parked]:
-        """What is under way for requests of the worker itself, without what the manager cancelled."""
+        """The swap-ins under way for the worker's own requests, without those that the manager cancelled."""
         return [parked for parked, request in self._parked.items() if request is None and parked.is_open]
 
     @property
     def deadline(self) -> float | None:
-        """When the next transfer is done, those to the host included; None if none is under way."""
+        """Time at which the next transfer, in either direction, is done; None if none is under way."""
         return self._manager.offload_deadline()
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing that a scheduler waits for, or pays for, happens however much time passes."""
+        """Whether time alone brings no change that a scheduler waits or pays for."""
         return not self.requests and self.deadline is None
 
     def start(
         self, sequence: ActiveSequence, cached_tokens: int, now: float, request: ScheduledRequest | None = None
     ) -> Parked | NoHits | BlockedOnG1Offload:
-        """Start to bring back what the host has of a request, from the first block on that the device has not.
+        """Start to load back a request's blocks from the host, from the first block on that the device lacks.
 
         Args:
-            sequence: the request's; it holds no block.
-            cached_tokens: tokens of its prompt that the device has.
+            sequence: the request's sequence; it holds no block.
+            cached_tokens: number of its prompt tokens that the device has.
             now: the time in ms.
-            request: the scheduler's request; None: the worker's own.
+            request: the scheduler's request; None for a request of the worker itself.
         """
         manager = self._manager
         plhs = sequence.positional_lineage_hashes
@@ -160,15 +158,15 @@ class Parking:
     def park(
         self, request: ScheduledRequest, cached_tokens: int, now_ms: float
     ) -> Literal["parked", "blocked", "none"]:
-        """Start to bring back what the host has of a request that waits for its first admission.
+        """Start to load back the blocks of a request that waits for its first admission.
 
         Args:
-            request: which.
-            cached_tokens: tokens of it that the device has.
+            request: the request.
+            cached_tokens: number of its tokens that the device has.
             now_ms: the time.
 
         Returns:
-            "parked"; "blocked" where blocks of the device must travel to the host first; "none" where nothing comes.
+            "parked"; "blocked" if blocks of the device must be copied to the host first; "none" if no block comes.
         """
         outcome = self.start(request.state, cached_tokens, now_ms, request)
         if isinstance(outcome, Parked):
@@ -176,19 +174,19 @@ class Parking:
         return "none" if isinstance(outcome, NoHits) else "blocked"
 
     def resume(self, parked: Parked) -> int:
-        """Cache the blocks that came, and pin no more; return how many."""
+        """Cache the arrived blocks, and drop the pin; return the number of blocks."""
         with self._driver.recorder:
             return parked.resume()
 
     def land(self, request: ScheduledRequest) -> None:
-        """Nothing: its own Use finds what has come."""
+        """Do nothing: the Use of the request finds the blocks."""
 
     def landed_tokens(self, request: ScheduledRequest) -> int:  # noqa: ARG002 - as above
-        """None: it holds nothing while it waits."""
+        """Return 0: the request holds no block while it waits."""
         return 0
 
     def take_done(self) -> list[Parked]:
-        """Take out what has come for requests of the worker, by the last tick, and forget what the manager cancelled.
+        """Take out the swap-ins for the worker's requests that are complete, and drop those that the manager cancelled.
 
         The caller resumes each.
         """
@@ -200,9 +198,9 @@ class Parking:
         return done
 
     def take_back(self) -> list[ScheduledRequest]:
-        """Take out the requests whose blocks have come, which are cached now, in parking order.
+        """Take out the requests whose blocks have arrived, in parking order, and cache these blocks.
 
-        And those whose blocks never will, as the manager was cleared.
+        Also take out the requests whose blocks never arrive, because the manager was cleared.
         """
         done = [
             (parked, request)
@@ -216,7 +214,7 @@ class Parking:
         return [request for _, request in done]
 
     def give_up(self, request: ScheduledRequest) -> None:
-        """Forget a parked request; what is on its way for it comes for nothing."""
+        """Drop a parked request; its transfer continues without effect."""
         parked = next(parked for parked, waits in self._parked.items() if waits is request)
         del self._parked[parked]
         if parked.is_open:
@@ -224,32 +222,32 @@ class Parking:
                 parked.give_up()
 
     def forget(self) -> None:
-        """Forget the worker's transfers under way: its manager cancelled them. A scheduler takes its requests back."""
+        """Drop the worker's swap-ins, which its manager cancelled. A scheduler takes its requests back."""
         self._parked = {parked: request for parked, request in self._parked.items() if request is not None}
 
 
 class TierHostTime(HostTime):
-    """The time of a worker whose evicted blocks travel to the host, and what is under way in it.
+    """The time of a worker that offloads evicted blocks to the host, and the transfers under way.
 
     Args:
-        driver: the worker's; its manager has an offload engine.
+        driver: the worker's driver; its manager has an offload engine.
         now: the time, in ms.
 
     Attributes:
-        manager: the worker's.
-        parking: what is under way from the host to it, for requests of the worker and of a scheduler that uses it.
+        manager: the worker's manager.
+        parking: swap-ins under way, for requests of the worker and of a scheduler that uses it.
     """
 
     def __init__(self, driver: MoveDriver, now: float = 0.0) -> None:
         super().__init__(driver, now)
         self.manager: LogicalManager = checked_manager(driver.manager, LogicalManager, "TierHostTime")
         self.parking: Parking = Parking(driver, self.manager)
-        # Blocks that came back to the device and are not counted as onboarded yet, by the requested blocks.
+        # Blocks that came back to the device and are not yet counted as onboarded, by the requested blocks.
         self._came: dict[tuple[int, ...], set[int]] = {}
 
     @property
     def now(self) -> float:
-        """The time, in ms: that of its last tick, or the manager's where somebody moved that alone further."""
+        """The time, in ms: that of its last tick, or the manager's time if this is later."""
         return max(self._now, self.manager.offload_now)
 
     @property
@@ -270,17 +268,15 @@ class TierHostTime(HostTime):
             self.parking.resume(parked)
 
     def start_pass(self, now: float) -> None:
-        """Move the time forward: a pass finds what is done."""
+        """Move the time forward, so a pass finds the transfers that are done."""
         self.tick(now)
 
     def end_pass(self) -> float:
-        """Nothing: evicted blocks of a pass travel without it."""
+        """Return 0: offload adds no time to a pass."""
         return 0.0
 
     def pass_to(self, now: float) -> None:
-        """Move the time forward from the end of one transfer to the next, so that each that was queued starts in its
-        turn.
-        """
+        """Move the time forward from the end of one transfer to the next, so each queued transfer starts in turn."""
         deadline = self.manager.offload_deadline()
         while deadline is not None and deadline <= now:
             self.tick(max(deadline, self.now))
@@ -288,7 +284,7 @@ class TierHostTime(HostTime):
         self.tick(now)
 
     def forget(self) -> None:
-        """Forget what is parked, and what came back: its manager cancelled it."""
+        """Drop the swap-ins and the arrived blocks, which the manager cancelled."""
         self.parking.forget()
         self._came.clear()
 
@@ -303,7 +299,7 @@ class TierHostTime(HostTime):
 
     @property
     def lost_text(self) -> str | None:
-        """Which slots of the device are lost, and why; None while something is under way, or none are."""
+        """Text on the lost slots of the device, and the reason; None if none are lost, or a transfer is under way."""
         manager = self.manager
         engine, lost = manager.offload, manager.num_outside - manager.num_reserved
         if engine is None or not lost or engine.deadline() is not None:
@@ -318,10 +314,10 @@ class TierHostTime(HostTime):
         )
 
     def room(self) -> int:
-        """Count the blocks of the device that no request holds, those included whose slots are on their way.
+        """Count the blocks of the device that no request holds, including slots that a transfer holds.
 
-        What is reserved or pinned for blocks that come back is free when they are there; but if they come for requests
-        of a scheduler, only when that takes these back.
+        Slots that are reserved or pinned for a swap-in are free when it is done. For a scheduler's request they are
+        free only when the scheduler takes the request back, so they do not count.
         """
         manager = self.manager
         parked = self.parking.of_worker
@@ -330,7 +326,7 @@ class TierHostTime(HostTime):
         return manager.num_blocks - manager.num_active_blocks + manager.num_outside - elsewhere + pinned
 
     def cached(self, prompt: Prompt, tier: StorageTier) -> int:
-        """Count the tokens of a prompt that a further tier has, beyond those that the device has. Changes nothing."""
+        """Count the tokens of a prompt that a further tier has, after the tokens on the device. Changes nothing."""
         engine = self.manager.offload
         if engine is None or engine.tier != tier:
             return 0
@@ -340,9 +336,7 @@ class TierHostTime(HostTime):
         return engine.lookup(plhs[self._driver.lookup(request) // size :]) * size
 
     def onboard(self, state: Any, *, wait: bool, resumed: bool) -> int:
-        """Bring back what the host has of a request that is new; as Dynamo's scheduler, nothing for one that was
-        preempted.
-        """
+        """Load back the blocks of a new request from the host; as in Dynamo's scheduler, none for a preempted one."""
         if resumed:
             return 0
         plhs = tuple(state.positional_lineage_hashes)
@@ -359,32 +353,32 @@ class TierHostTime(HostTime):
                 )
                 continue
             if parked is None:
-                self.tick(self.now)  # publishes other transfers that ended at the start of this one
+                self.tick(self.now)  # publishes other transfers that ended when this one started
             while outcome.is_open:
                 self._wait(wait, f"{outcome.num_blocks} blocks are on their way back from the host")
 
     def admitted(self, state: Any) -> None:
-        """Forget what came back for a request: it was admitted, and has counted it."""
+        """Drop the record of the blocks that came back for a request: it was admitted, and has counted them."""
         for asked in self._asked(tuple(state.positional_lineage_hashes)):
             del self._came[asked]
 
     def _asked(self, plhs: tuple[int, ...]) -> list[tuple[int, ...]]:
-        """The keys of what came back for a request with these blocks: it begins with them."""
+        """Return the keys of the arrived blocks that are a prefix of these blocks."""
         return [asked for asked in self._came if asked == plhs[: len(asked)]]
 
     def allocate(self, state: Any, upto: int, *, wait: bool) -> None:
-        """Use the blocks of a request's first tokens, and wait where the device has none."""
+        """Use the blocks of a request's first `upto` tokens; wait while the device has too few."""
         while self._driver.allocate(state, upto) < upto:
             self._wait(wait, "blocks of the device are on their way to the host")
 
     def generate(self, state: Any, tokens: Sequence[int]) -> None:
-        """Decode, one step a token, and wait where the device has no block for one."""
+        """Decode, one step a token; wait while the device has no block for a token."""
         for token in tokens:
             while not self._driver.generate(state, token):
                 self._wait(True, "")
 
     def _wait(self, wait: bool, why: str) -> None:
-        """Let the time pass until the next transfer is done."""
+        """Move the time forward until the next transfer is done."""
         manager = self.manager
         deadline = manager.offload_deadline()
         if deadline is None and any(each.is_complete for each in self.parking.of_worker):  # by a tick of the manager
@@ -394,7 +388,7 @@ class TierHostTime(HostTime):
             # If the host already had all evicted blocks, their slots are free again at once.
             if manager.num_active_blocks < manager.num_blocks:
                 return
-            assert self.lost_text is not None  # this was checked before: no request holds the blocks that it waits for
+            assert self.lost_text is not None  # no request holds the needed blocks, as checked by the caller
             raise SlotsLost(self.lost_text)
         if not wait:
             raise WouldWait(self.now, deadline, why)
