@@ -728,7 +728,7 @@ class IndexDriver:
                         else:
                             remove_worker(worker)
                     left = [each for each in left if each in streams and 2 * applied[each] < len(streams[each])]
-                    sleep(0)  # gives way
+                    sleep(0)  # yields to the writers
             except Exception as error:  # noqa: BLE001 - the index under test may raise anything
                 wrong.append(f"remove_worker raised {type(error).__name__}: {error}")
 
@@ -754,29 +754,29 @@ class IndexDriver:
         return self._wait(answer) if isawaitable(answer) else answer
 
     def _story(self) -> str:
-        """The last events that the index was given."""
+        """Return the last events that the index received, for a message."""
         shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._applied[-12:]]
         more = [f"  ... {len(self._applied) - 12} events before"] if len(self._applied) > 12 else []
         return "\n".join([f"{self._about}the index was given, in this order:", *more, *(f"  {line}" for line in shown)])
 
 
 def _at_any_time(worker: int, blocks: range) -> str:
-    """What is right for a worker while events are applied, for a message."""
+    """Return the right numbers of blocks for a worker while events are applied, for a message."""
     least, most = blocks.start, blocks.stop - 1
     return f"{least if least == most else f'{least} to {most}'} of worker {worker}"
 
 
 def _short(tokens: tuple[int, ...]) -> str:
-    """Tokens, for a message: the first and the last of many."""
+    """Return tokens for a message; of many, the first and the last."""
     ends = tokens if len(tokens) <= 8 else (*tokens[:4], "...", *tokens[-4:])
     return ", ".join(map(str, ends))
 
 
 def _chain(letters: str) -> str:
-    """The letters of a chain, for a message; its number of blocks if it is long or its letters say nothing."""
+    """Return the letters of a chain for a message; its number of blocks if it is long or not ASCII."""
     return letters if letters.isascii() and len(letters) <= 40 else f"{len(letters):,} blocks"
 
 
 def _with(keys: Mapping[str, Any] | None) -> str:
-    """What a prompt carries, for a message."""
+    """Return what a prompt carries, for a message."""
     return "".join(f" with {name}={_SHORT.repr(value)}" for name, value in (keys or {}).items())
