@@ -241,8 +241,7 @@ class IndexDriver:
         self._apply(worker, 0, data, what + _with(keys), tokens, extra=extra or None)
 
     def store_each(self, letters: str, *, after: str) -> None:
-        """Apply one Stored per block to worker 0, as decoding does.
-        """
+        """Apply one Stored per block to worker 0, as decoding does."""
         start, size = len(after), self._size
         prompt, blocks = self._prompt(after + letters), self._names(after + letters)
         local = prompt.block_hashes(size)
@@ -282,8 +281,7 @@ class IndexDriver:
         self._apply(0, 0, data, what, tier=StorageTier.HOST_PINNED)
 
     def store_kept(self, letters: str, kept: str, group: Group, *, after: str = "") -> None:
-        """Apply a Stored of a sparse cache group of worker 0: a span of `letters`, whose blocks `kept` were kept.
-        """
+        """Apply a Stored of a sparse cache group of worker 0: a span of `letters`, whose blocks `kept` were kept."""
         start, size = len(after), self._size
         blocks, flat = self._names(after + letters), self._prompt(after + letters).tokens or ()
         names = tuple(block for block, letter in zip(blocks[start:], letters, strict=True) if letter in kept)
@@ -400,7 +398,8 @@ class IndexDriver:
     def size(self) -> int | None:
         """Flush the index, and return its number of entries; None if it has no `size`.
 
-        Raises: AssertionError: it returns no number.
+        Raises:
+            AssertionError: it returns no number.
         """
         __tracebackhide__ = True
         count = getattr(self.index.index, "size", None)
@@ -415,7 +414,8 @@ class IndexDriver:
     def dropped(self) -> int:
         """Flush the index, and return how many events it reports as dropped; 0 if it has no `dropped`.
 
-        Raises: AssertionError: it returns no number.
+        Raises:
+            AssertionError: it returns no number.
         """
         __tracebackhide__ = True
         count = getattr(self.index.index, "dropped", None)

@@ -232,8 +232,7 @@ class UnderLoad(OverIndex):
     def _expect_names(
         self, index: IndexDriver, roots: Sequence[str], chains: Sequence[str], kept: Mapping[int, Sequence[str]]
     ) -> None:
-        """Check that the index still finds each block by its name: blocks removed now are gone, and the rest is found.
-        """
+        """Check that the index still finds each block by its name: blocks removed now are gone, and the rest is found."""
         __tracebackhide__ = True
         held = [worker for worker in _WRITERS if worker != _CLEARED]
         for root in roots:
@@ -257,9 +256,7 @@ class UnderLoad(OverIndex):
         most = self.bounded_at_most
         if most is None:
             pytest.skip(f"{type(self).__name__}.bounded_at_most is not set: how much it keeps at most was not checked")
-        count = (
-            2 * -(-most // (_BUDGET_WORKERS * _BUDGET_CHAIN)) + 1
-        )  # chains per worker: twice its share of the bound
+        count = 2 * -(-most // (_BUDGET_WORKERS * _BUDGET_CHAIN)) + 1  # chains per worker: twice its share of the bound
         chains: list[str] = []
         for worker in range(_BUDGET_WORKERS):
             firsts = (chr(1000 + worker * count + number) for number in range(count))

@@ -137,8 +137,7 @@ class OverIndex(SaysUnjudged):
         return check_backends(self, given, self.block_size)
 
     def _names_of(self) -> Callable[[Prompt], list[int]] | None:
-        """Return a function that names blocks like the engine whose names the index computes; None if it computes none.
-        """
+        """Return a function that names blocks like the engine whose names the index computes; None if it computes none."""
         __tracebackhide__ = True
         if self.names is None:
             return None

@@ -29,7 +29,8 @@ _RENAMED: Final = 2**61 + 5
 class ContextParallel(OverIndex):
     """The part of `IndexContract` about engines whose blocks have several pages.
 
-    Attributes: dcp: pages per block (`--decode-context-parallel-size` of vLLM, `--dcp-size` of SGLang).
+    Attributes:
+        dcp: pages per block (`--decode-context-parallel-size` of vLLM, `--dcp-size` of SGLang).
     """
 
     dcp: ClassVar[int] = 1

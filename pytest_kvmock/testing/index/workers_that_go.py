@@ -85,8 +85,7 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {1: 2, **others})
 
     def test_a_removed_rank_leaves_the_others(self) -> None:
-        """`remove_worker_dp_rank`, if the index has it, empties only this rank, which may come back.
-        """
+        """`remove_worker_dp_rank`, if the index has it, empties only this rank, which may come back."""
         index = self._start()
         if index.index.remove_rank is None:
             pytest.skip(
@@ -183,8 +182,7 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {1: 2})
 
     def test_a_removed_takes_its_blocks_beside_one_that_nobody_stored(self) -> None:
-        """A Removed that also names an unknown block, at any place, removes the others; the index may raise.
-        """
+        """A Removed that also names an unknown block, at any place, removes the others; the index may raise."""
         for chains in (("q", "abcd", "abc"), ("abcd", "abc", "q"), ("abcd", "q", "abc")):
             index = self._start()
             index.store("abcd", 0)

@@ -23,7 +23,8 @@ class NotTaken(OSError):  # noqa: N818 - raised on purpose
 class RaisingSink:
     """A sink that refuses every event.
 
-    Attributes: refused: the events, in order.
+    Attributes:
+        refused: the events, in order.
     """
 
     def __init__(self) -> None:
@@ -57,7 +58,7 @@ class MoveTraffic:
 
     @property
     def references(self) -> dict[Block, int]:
-        """The blocks in use, and their numbers of references."""
+        """The blocks in use, and the number of references to each."""
         counts: dict[Block, int] = {}
         for request in self._requests:
             for block in request:
@@ -154,7 +155,7 @@ def expect_counts(manager: KvManager, *, active: int, references: int, inactive:
 
 
 def expect_references(manager: KvManager, expected: dict[Block, int]) -> None:
-    """The blocks in use, and their numbers of references."""
+    """Check the blocks in use, and the number of references to each."""
     __tracebackhide__ = True
     held = dict(manager.active_blocks)
     assert expected == held, f"active_blocks is {value_text(held)}; expected {value_text(expected)}"

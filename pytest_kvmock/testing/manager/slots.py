@@ -91,8 +91,10 @@ class Slots:
 class Life:
     """Random requests, as a scheduler would serve them, with checks of the policy after each step.
 
-    Args: slots: slots of the policy under contract. capacity: number of blocks of its manager. seed: seed of the random
-        requests.
+    Args:
+        slots: slots of the policy under contract.
+        capacity: number of blocks of its manager.
+        seed: seed of the random requests.
     """
 
     def __init__(self, slots: Slots, capacity: int, seed: int) -> None:

@@ -1,8 +1,8 @@
-"""What every router process promises, as tests that the tests of one inherit: it believes what is true, and passes on
-what it is given.
+"""The promises of every router process, as tests that a process's test class inherits: its beliefs are right, and it
+passes on what it receives.
 
-One subject: the promises. `process_subject` has what is given of it, `process_judge` what tests have in common,
-`process_world` engines behind sockets, the process, what is sent and what is asked.
+This module has the promises. `process_subject` has the declarations of a process, `process_judge` the common parts of
+the tests, and `process_world` engines behind sockets, the process, and the requests to it.
 """
 
 from __future__ import annotations
@@ -27,39 +27,38 @@ if TYPE_CHECKING:
     from pytest_kvmock.servers.serve.kv_server import KvServer
 
 _ENDED: Final = 30
-"""Requests that end well on one worker, each with two blocks of its own as `FRESH` have.
-
-Who counts any of it for ever sends it none of those.
+"""Requests that end well on one worker, each with two new blocks like the `FRESH` prompts. A router that never stops
+counting them sends this worker none of the `FRESH` prompts.
 """
 
 _MAY_BE_LATE: Final = 2
-"""This many of them may go elsewhere: a client may have the end of an answer before the process has counted it."""
+"""Number of them that may go elsewhere: a client may see the end of an answer before the process has counted it."""
 
 _OR_TEXT_ALONE: Final = "takes_token_ids = False says that it takes text alone"
 
 _HELD: Final = 8
 _UNCACHED: Final = 4
 _FRESH_BLOCKS: Final = 2
-"""Blocks of the prompts of open requests that are cached, of those that are not, and of a prompt that no worker holds.
-"""
+"""Cached and uncached blocks in the prompts of open requests, and blocks of a prompt that no worker holds."""
 
 _PAGES: Final = 4
 _LOOKUPS: Final = 8
-"""Pages of a block, and prompts of a block and a half that are looked up: by chance one of two workers gets all 8 of
-its own in 1 of 256."""
+"""Pages of a block, and prompts of a block and a half that are looked up: by chance all 8 go to the worker that holds
+them in 1 case of 256."""
 
 _PICTURE: Final = "data:image/png;base64,iVBORw0KGgo="
 
 
 def _most_for_the_least(most: int, least: int, *, is_cached: bool) -> int:
-    """Return how many fresh prompts the least loaded worker takes and is that still, in any unit of load.
+    """Return how many fresh prompts the least loaded worker can take and still be the least loaded, in any unit of
+    load.
 
-    Load is requests, blocks of their prompts, or blocks of them to compute.
+    Load is measured as requests, blocks of their prompts, or blocks to compute.
 
     Args:
-        most: open requests of the worker that has the most.
-        least: open requests of the other one.
-        is_cached: whether the other one holds the first blocks of their prompts, so that it computes no more of each.
+        most: open requests of the most loaded worker.
+        least: open requests of the other worker.
+        is_cached: whether the other worker holds the first blocks of the prompts, and does not compute them.
     """
     whole = _HELD + _UNCACHED
     computed = _UNCACHED * most - (_UNCACHED if is_cached else whole) * least
@@ -70,74 +69,72 @@ _fleet = pytest.mark.kvmock(workers=2, num_blocks=4096)
 
 
 class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
-    """Tests that hold for every router that is a process.
+    """Tests that hold for every router process.
 
-    A subclass says how it is started, and how it is asked what it knows::
+    A subclass defines how the process is started, and how its known blocks are queried::
 
         class TestMyRouter(ProcessContract):
             def command(self, engines):
                 return ["./router", "--port", str(engines.port), *engines.urls]
 
-            def blocks(self, prompt):  # if it can be asked
+            def blocks(self, prompt):  # if it can be queried
                 return {0: 4}
 
-    Each test starts engines by `_kvmock_servers`, and the process before them. What it cannot answer, or is not made
-    for, is a skip that says what was not judged and what would let it.
+    Each test starts engines by `_kvmock_servers`, and the process in front of them. A test of something that the
+    process does not support is skipped; the skip names what was not judged, and what would allow it.
 
-    Three more methods may be there. `open_requests(self)` returns how many requests it counts as open: after each test
-    that must be none. `moved(self, engines)` has it use other engines from then on: a worker that comes up under a new
-    address is judged by it. `blocks_by_owner(self, prompt)` returns what each worker can load from each store, beyond
-    its faster tiers: `{"disk": {0: 4, 1: 4}}`.
-    `adapter_loaded(self, name, path)` tells it that engines loaded an adapter.
+    Four more methods are optional. `open_requests(self)` returns the number of requests that the process counts as
+    open: it must be 0 after each test. `moved(self, engines)` makes the process use other engines from then on; it is
+    needed to judge a worker that starts under a new address. `blocks_by_owner(self, prompt)` returns the blocks that
+    each worker can load from each store, beyond its faster tiers: `{"disk": {0: 4, 1: 4}}`. `adapter_loaded(self, name,
+    path)` notifies the process that engines loaded an adapter.
 
     Attributes:
-        dialects: what engines speak; each test runs over each.
-        url: of a process that runs already, in place of a `command`; its engines listen at `ports`. Within a test the
-            process that is judged.
-        ports: `http`, `events` and `replay` of the first of two engines, as `KvServer` takes them; the second has the
-            next ones.
-        http: how ranks of an engine share ports of HTTP, as `KvServer` takes it: "worker"; with "rank" each worker has
-            two ranks, each at a port of its own; with "node" four, two behind each of two ports, where clients name
-            them 0 and 1, and events by their numbers in the worker. Each port is one of `engines`.
-        timeout_s: seconds within which it does what is waited for; there is no other limit.
-        headers: what a client sends must reach the engine.
-        packs: it fills one worker before it uses another, on purpose: that each gets some is not judged.
-        first_of_equals: of workers that are alike it takes the first, on purpose: that an idle fleet is shared is not
-            judged.
-        follows_prefix: a prompt goes where its prefix is, however loaded that is; else an idle fleet alone is asked.
-        goes_by_prefix: it sends a prompt to who holds most of it. False: where it sends prompts says nothing of what it
+        dialects: the dialects of the engines; each test runs over each.
+        url: the URL of a process that already runs, in place of a `command`; its engines listen at `ports`. Within a
+            test: the process under contract.
+        ports: `http`, `events` and `replay` of the first of two engines, as `KvServer` takes them; the second engine
+            has the next ports.
+        http: how ranks of an engine share HTTP ports, as `KvServer` takes it: "worker"; with "rank" each worker has two
+            ranks, each at a separate port; with "node" four, two behind each of two ports. Clients name these 0 and 1,
+            and events name them by their numbers in the worker. Each port is one entry of `engines`.
+        timeout_s: seconds that tests wait for the process; there is no other time limit.
+        headers: headers of the client, which must reach the engine.
+        packs: it fills one worker before it uses another, on purpose; sharing among workers is not judged.
+        first_of_equals: it takes the first of equal workers, on purpose; sharing of an idle fleet is not judged.
+        follows_prefix: it sends a prompt where its prefix is at any load; if not, only an idle fleet is queried.
+        goes_by_prefix: it sends a prompt to the worker that holds most of it. False: its picks do not show what it
             knows.
-        retries: what an engine did not answer is sent to another one, so that a client notices nothing.
-        hears_events: it hears the events of engines. False: it knows what it has sent alone.
-        counts_open: its own open requests count where it chooses.
-        cools_down_s: seconds in which it sends nothing to a worker that answered with an error or cut a stream, at
-            most 60; tests wait so long after such.
+        retries: it sends a request that an engine did not answer to another one, so that the client notices nothing.
+        hears_events: it receives the events of engines. False: it knows only what it has sent.
+        counts_open: it counts its own open requests when it picks.
+        cools_down_s: seconds, at most 60, in which it sends nothing to a worker that answered with an error or cut a
+            stream; tests wait for this time after such a failure.
         sends: what clients send: a "completion", or a "chat" of one message, whose tokens are those of the engine's
-            template; a `completion()` of yours whose body has messages is one, too.
-        learns_block_size: told the page of an engine (`--block-size`), it finds out, or refuses, where events have
-            blocks of several pages (context parallelism).
-        takes_token_ids: the prompt of a completion may be token ids, in place of a text.
-        health: the path that is answered with 200 while it is ready, and while it is under load.
-        ready_means_engines: it is not ready while no engine is up. False: `health` says that it lives.
-        gives_up_after: after this many requests in a row to which an engine answered with a status
-            from 500 on, what that holds goes
-            elsewhere; None: that is not judged.
-        sends_rank: it tells an engine which rank is to serve a prompt.
-        tiers: of the host below each engine, as `kvmock(tiers=...)` takes it; None: there is none. With it a prompt
-            goes to the host that has it.
-        stores: the stores that workers share, as `kvmock(stores=...)` takes them, which `command` tells the process,
-            too; it may leave them out, and one with `blocks_by_owner(prompt)` is judged by it. None: there are none.
-        reads_drafts: it reads events of engines with a draft model, whose names of blocks cover tokens after them.
-        salt_header: the header in which clients send a tenant's salt, which the process passes on
-            as `cache_salt`; "": in the body.
-        hand_over: it is a router of P/D pairs whose engines hand over so: "vllm", "vllm-mooncake" or "sglang". Then it
-            has tests of pairs, and the other tests are about prefill engines: their events, their load, and which of
-            them is picked. `engines.of("prefill")` and `engines.of("decode")` are those of each role; `blocks` may
-            leave decode engines out. None: pairs are not judged.
-        falls_back: where no prefill engine is there, the decode engine computes a prompt, on purpose.
-        holds_prefill: its load of a prefill engine lasts to the end of the request, on purpose.
-        threshold: tokens of a prompt from which there must be a prefill leg; None: that is not judged.
-        engines: those that it was told of, within a test.
+            template; your `completion()` makes a chat, too, if its body has messages.
+        learns_block_size: it is given the page of an engine (`--block-size`), and notices or refuses events with blocks
+            of several pages (context parallelism).
+        takes_token_ids: the prompt of a completion may be token ids instead of text.
+        health: the path that is answered with 200 while it is ready, also under load.
+        ready_means_engines: it is not ready while no engine is up. False: `health` only reports that it runs.
+        gives_up_after: number of requests in a row, answered by an engine with a status from 500 on, after which the
+            engine's prompts go elsewhere; None: not judged.
+        sends_rank: it tells an engine which rank must serve a prompt.
+        tiers: the host below each engine, as `kvmock(tiers=...)` takes it; a prompt must go to the host that has it.
+            None: no host.
+        stores: the stores that workers share, as `kvmock(stores=...)` takes them; `command` passes them to the process,
+            too. The process may ignore them; `blocks_by_owner(prompt)`, if it has it, is judged. None: no stores.
+        reads_drafts: it reads events of engines with a draft model, whose block names cover later tokens.
+        salt_header: the header in which clients send a tenant's salt, which the process passes on as `cache_salt`; "":
+            in the body.
+        hand_over: how the engines hand over if it is a router of P/D pairs: "vllm", "vllm-mooncake" or "sglang". Pairs
+            have additional tests, and the other tests are about prefill engines: their events, their load, and which of
+            them is picked. `engines.of("prefill")` and `engines.of("decode")` are the engines of each role; `blocks`
+            may leave decode engines out. None: pairs are not judged.
+        falls_back: the decode engine computes a prompt if there is no prefill engine, on purpose.
+        holds_prefill: it counts a request on its prefill engine until the request ends, on purpose.
+        threshold: tokens of a prompt from which there must be a prefill leg; None: not judged.
+        engines: within a test, the engines that the process was given.
     """
 
     # --------------------------------------------------------------------------------------------- events, as they come

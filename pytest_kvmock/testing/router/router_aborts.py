@@ -32,8 +32,7 @@ class RouterAborts(RouterPart):
     """The scenes of `RouterContract` in which clients go away."""
 
     def test_it_forgets_who_leaves_before_the_first_token(self) -> None:
-        """Clients go away while their requests wait in an engine or are prefilled: there is no `first_token`.
-        """
+        """Clients go away while their requests wait in an engine or are prefilled: there is no `first_token`."""
         after = (0.0, 2.0, 8.0, 15.0)
         rows = self._leaving(lambda at: {"abort_after_ms": after[at % 4]} if at % 3 else {})
         self._judge_aborts("clients that leave before the first token", rows)

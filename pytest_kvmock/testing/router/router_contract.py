@@ -191,8 +191,7 @@ class RouterContract(
         return ""
 
     def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
-        """Make a new router. A subclass defines this, without arguments or with the workers at the start.
-        """
+        """Make a new router. A subclass defines this, without arguments or with the workers at the start."""
         __tracebackhide__ = True
         refuse(self, "define make_router(self) or make_router(self, workers), which makes a new router")
 
@@ -337,8 +336,7 @@ class RouterContract(
         self._judge_one("overlap", OVERLAP_DRIFT, "what it takes each worker to hold")
 
     def test_it_believes_no_more_than_it_sent(self) -> None:
-        """`believed(request)` is at most what was sent to a worker with this adapter since its last announced start.
-        """
+        """`believed(request)` is at most what was sent to a worker with this adapter since its last announced start."""
         self._judge_one("believed", OVERLAP_DRIFT, "what it takes to be where it sent it")
 
     def test_its_workers_are_right(self) -> None:

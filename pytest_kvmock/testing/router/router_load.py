@@ -100,7 +100,7 @@ class EverydayLoad(RouterPart):
                 fleet.at(_LATER_MS / 2).join(engine=self._engine())
 
         # With `follows_prefix` all have one prompt: a policy that follows prefixes may prefer the worker that was sent
-        # the fewest different ones, and this worker would stay behind for ever.
+        # the fewest different ones, and worker 0 would have more for ever.
         size = 2 * self.block_size
         firsts = [0 if self.follows_prefix else at * size for at in range(_ENDED_WELL)]
         rows = [FleetRequest(range(first, first + size), 4, 10.0 * at) for at, first in enumerate(firsts)]
@@ -116,8 +116,7 @@ class EverydayLoad(RouterPart):
         self._require(where, report.assert_balanced)
 
     def test_a_burst_is_shared_among_those_that_hold_its_prefix(self) -> None:
-        """One worker lacks the prefix: the three others are equal and best, and none of them gets most of a burst.
-        """
+        """One worker lacks the prefix: the three others are equal and best, and none of them gets most of a burst."""
         best = range(1, _WORKERS)
         where = (
             f"a burst of {_REQUESTS} requests of one prefix, which workers 1 to 3 hold and worker 0 does not, by "
@@ -243,7 +242,7 @@ class EverydayLoad(RouterPart):
         return [FleetRequest((*self._prefix, *tail), 8, at * apart_ms) for at, tail in enumerate(own)]
 
     def _of_a_template(self, template: Sequence[int]) -> list[FleetRequest]:
-        """Requests that come so fast that each worker serves ten or more at a time."""
+        """Return requests that arrive so fast that each worker serves ten or more at a time."""
         rng, size = Random(1), self.block_size  # noqa: S311 - mock data
         now, first, rows = 0.0, 1000 * size, []
         for _ in range(_REQUESTS):
@@ -259,8 +258,8 @@ class EverydayLoad(RouterPart):
         return [FleetRequest(range(first, first + rng.randrange(1, size)), 8, 0.0) for first in firsts]
 
     def _of_documents(self, seed: int) -> list[TraceRequest]:
-        """Requests of two dozen prefixes, four of each, in random order. They are so far apart that loads say nothing
-        about who holds what.
+        """Return requests of 24 prefixes, four of each, in random order. They are so far apart that loads do not show
+        which worker holds what.
         """
         rng, size = Random(seed), self.block_size  # noqa: S311 - mock data
         ids = iter(range(2**40, 2**41))
