@@ -171,7 +171,9 @@ class DistinctBlocks(OverIndex):
             yield index
 
     def _form(self, spec: BackendSpec, keys: dict[str, Any]) -> frozenset[str] | None:
-        """Return the names under which an engine publishes these keys; None if it refuses a prompt that carries them."""
+        """Return the names under which an engine publishes these keys; None if it refuses a prompt that carries
+        them.
+        """
         published: list[RouterEvent] = []
         with RouterHarness(EngineProfile(self.block_size, 512), spec) as harness:
             harness.add_sink(published.append)

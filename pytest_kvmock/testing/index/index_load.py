@@ -232,7 +232,9 @@ class UnderLoad(OverIndex):
     def _expect_names(
         self, index: IndexDriver, roots: Sequence[str], chains: Sequence[str], kept: Mapping[int, Sequence[str]]
     ) -> None:
-        """Check that the index still finds each block by its name: blocks removed now are gone, and the rest is found."""
+        """Check that the index still finds each block by its name: blocks removed now are gone, and the rest is
+        found.
+        """
         __tracebackhide__ = True
         held = [worker for worker in _WRITERS if worker != _CLEARED]
         for root in roots:

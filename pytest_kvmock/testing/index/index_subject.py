@@ -137,7 +137,9 @@ class OverIndex(SaysUnjudged):
         return check_backends(self, given, self.block_size)
 
     def _names_of(self) -> Callable[[Prompt], list[int]] | None:
-        """Return a function that names blocks like the engine whose names the index computes; None if it computes none."""
+        """Return a function that names blocks like the engine whose names the index computes; None if it computes
+        none.
+        """
         __tracebackhide__ = True
         if self.names is None:
             return None
@@ -202,7 +204,7 @@ class OverIndex(SaysUnjudged):
             found = reproduce(harness, work=_REDUCED, make_index=made)
         except NotReduced as reason:
             return f"no smaller reproduction: {reason}"
-        except Exception as error:  # noqa: BLE001 - raised by the user's index during the replay; the first failure must still be reported
+        except Exception as error:  # noqa: BLE001 - the user's index, replayed; the first failure is still reported
             return f"no smaller reproduction: the search ended in {type(error).__name__}: {error}"
         name, size = type(self).__name__, str(self.block_size) if takes_argument(self.make_index) else ""
         text = found.as_test(made_by=(name, f"make_index({size})"))

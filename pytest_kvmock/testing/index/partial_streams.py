@@ -158,7 +158,9 @@ class PartialStreams(OverIndex):
             index.expect_tiers("abc", {"device": {0: 2}})
 
     def test_a_longer_block_takes_the_place_of_its_shorter_sibling(self) -> None:
-        """A Removed of the partial block, then a Stored of the whole one, as in V2: the blocks before them stay held."""
+        """A Removed of the partial block, then a Stored of the whole one, as in V2: the blocks before them stay
+        held.
+        """
         index = self._start_partial()
         index.store("ab")
         index.store_tail("c", after="ab", group=None)

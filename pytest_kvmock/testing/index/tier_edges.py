@@ -190,7 +190,9 @@ class TierEdges(TiersBelow):
     # ------------------------------------------------------------------------ a host that is a copy, as in vLLM
 
     def test_a_removed_of_a_host_that_is_a_copy_may_name_what_was_not_located(self) -> None:
-        """An unknown block in a Removed of the host, at any place, does not hide the others. The device is unchanged."""
+        """An unknown block in a Removed of the host, at any place, does not hide the others. The device is
+        unchanged.
+        """
         for at in range(3):
             index, chains = self._start_native(), ["abc", "ab"]
             chains.insert(at, "q")

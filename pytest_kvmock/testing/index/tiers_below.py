@@ -316,7 +316,9 @@ class TiersBelow(OverIndex):
         index.expect_tiers("ab", {"device": {0: 1}, "host_pinned": {0: 1}})
 
     def test_a_host_is_read_from_where_the_device_ends_and_there_is_no_way_back(self) -> None:
-        """A match takes the device first, then the host up to the first missing block: blocks behind it are not loaded."""
+        """A match takes the device first, then the host up to the first missing block: blocks behind it are not
+        loaded.
+        """
         index = self._start_native()
         index.store("abcde")
         index.locate("a", "ab", "abc", "abcd", "abcde")

@@ -43,7 +43,9 @@ class RightRouter:
         return {worker: (load.prefill_tokens, load.blocks, load.requests) for worker, load in self.book.loads.items()}
 
     def overlap(self, request: RouterRequest) -> dict[Worker, int]:
-        """Return the number of leading blocks of a prompt that each worker holds; a worker without any may be absent."""
+        """Return the number of leading blocks of a prompt that each worker holds; a worker without any may be
+        absent.
+        """
         return self._by_name(self.forms.find(self.index.find_matches, request.hashes))
 
     def _matched(self, local_hashes: Sequence[int]) -> dict[Worker, int]:

@@ -111,7 +111,9 @@ class PairScenes(RouterPart):
         self._play_pairs("new prompts, some shorter than a block", rows=rows)
 
     def test_no_prefill_worker_is_not_passed_over_in_silence(self) -> None:
-        """All prefill workers leave: requests then wait, are refused, or are decoded alone if `falls_back` declares it."""
+        """All prefill workers leave: requests then wait, are refused, or are decoded alone if `falls_back` declares
+        it.
+        """
 
         def happens(fleet: Fleet) -> None:
             for worker in range(2):

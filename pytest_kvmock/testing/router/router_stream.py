@@ -1,4 +1,6 @@
-"""How a router must treat the loads that its workers publish: a reading has an age, and no reading does not mean idle."""
+"""How a router must treat the loads that its workers publish: a reading has an age, and no reading does not mean
+idle.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ class StreamedLoads(RouterPart):
     reads_load_stream: ClassVar[bool] = False
 
     def test_a_reading_that_is_too_old_is_none(self) -> None:
-        """Worker 0 reported that it is idle, and then nothing for more than three heartbeats; a burst goes to worker 1."""
+        """Worker 0 reported that it is idle, and then nothing for more than three heartbeats; a burst goes to worker
+        1.
+        """
         where = "worker 0 was last heard 5 s ago, as idle, worker 1 just now, with one request"
         counts = self._of_a_burst(where, LoadFeed(silent={0: _SILENT_MS}), workers=2, busy=[1])
         if counts[0] >= counts[1]:

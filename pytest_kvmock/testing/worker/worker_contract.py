@@ -75,7 +75,9 @@ class WorkerContract(OverBackend):
         world.expect_cached(_other_from(prompt, 0), 0)
 
     def test_a_prompt_that_is_cached_whole_is_reused(self) -> None:
-        """A cached prompt is reused whole, or without the block of its last token if the engine recomputes that token."""
+        """A cached prompt is reused whole, or without the block of its last token if the engine recomputes that
+        token.
+        """
         world = self._start()
         prompt = world.harness.prompt(3)
         world.do(world.worker.serve, prompt)
@@ -117,7 +119,9 @@ class WorkerContract(OverBackend):
         world.expect_cached(Prompt((*(prompt.tokens or ()), *output)), stored)
 
     def test_a_prompt_of_hashes_is_served(self) -> None:
-        """A prompt of hashes, as in traces, is served without tokens in its events, or refused, as the traits declare."""
+        """A prompt of hashes, as in traces, is served without tokens in its events, or refused, as the traits
+        declare.
+        """
         world = self._start()
         prompt = Prompt(hashes=[11, 12, 13], num_tokens=3 * self.block_size + 1)
         if not world.worker.traits.takes_hashes:
