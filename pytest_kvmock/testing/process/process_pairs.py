@@ -338,7 +338,7 @@ class ProcessPairs(ProcessJudge):
         world.server.hold(idle)
         happens()
         came = len(world.server.requests)
-        fresh = min(open_at[busy] - 1, _MOST_FRESH) // 2 * 2  # an even number, of which each gets half if no load counts
+        fresh = min(open_at[busy] - 1, _MOST_FRESH) // 2 * 2  # even: each gets half if no load counts
         pending += self._open_legs(world, role, fresh, came)
         got = Counter(row.worker for row in world.server.requests[came:] if row.role == role)
         for worker in workers:
