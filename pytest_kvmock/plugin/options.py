@@ -483,7 +483,7 @@ def add_options(parser: pytest.Parser, options: Iterable[Option]) -> None:
             )
         if option.ini:
             # The default None is no value that a user can give.
-            parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]  # pytest takes the name of a type
+            parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]  # a type by a name that pytest knows
 
 
 def check_flags(args: list[str], parser: pytest.Parser) -> None:

@@ -104,8 +104,8 @@ def resolve_matrix(
         ini: the values in the ini file, by key.
         key: the key of the setting: "backends" or "dialects".
 
-        Returns:
-            The names that the test runs over. If there are none, the test is deselected.
+    Returns:
+        The names that the test runs over. If there are none, the test is deselected.
     """
     wanted: Iterable[str] = ini.get(key, default)
     exclude: tuple[str, ...] = ()
@@ -140,8 +140,8 @@ def resolve_profile(
         named: the named profiles.
         defaults: the fields that `pytest_kvmock_defaults` sets: they override the base, and count as not set.
 
-        Raises:
-            ValueError: the fields together are out of range, or a field of `engine` contradicts a value that was set.
+    Raises:
+        ValueError: the fields together are out of range, or a field of `engine` contradicts a value that was set.
     """
     given: dict[str, Any] = {}
     name: str | None = None

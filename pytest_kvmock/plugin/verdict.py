@@ -188,7 +188,8 @@ def _add_note(case: Case, failure: BaseException) -> _Findings | None:
 
 
 def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
-    """Return whether an xfail mark expects this failure, as far as can be determined: attachments would not be shown.
+    """Return whether an xfail mark expects this failure, as far as can be determined: attachments would not be
+    shown.
     """
     if item.config.getoption("runxfail", False):
         return False

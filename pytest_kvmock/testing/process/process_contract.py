@@ -287,7 +287,8 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
             world.judge_blocks("worker 0 held a block twice, and has evicted both copies", prompt)
 
     def test_what_leaves_the_host_does_not_leave_the_device(self, kv_dialect: str) -> None:
-        """Blocks are copied to the host of a worker and leave it again: events of the host do not concern the device.
+        """Blocks are copied to the host of a worker and leave it again: events of the host do not concern the
+        device.
         """
         self._needs_events()
         self._needs_blocks("what it makes of a host below the device")

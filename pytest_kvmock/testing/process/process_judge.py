@@ -188,7 +188,8 @@ class ProcessJudge(ProcessSubject):
         return prompt
 
     def _strike(self, world: ProcessWorld, fault: str, where: str) -> None:
-        """Inject a fault into a batch of a worker, and check that the prompts before, in and after the batch are known.
+        """Inject a fault into a batch of a worker, and check that the prompts before, in and after the batch are
+        known.
         """
         __tracebackhide__ = True
         for worker in self._faulted(world):
