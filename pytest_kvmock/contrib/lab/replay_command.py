@@ -196,15 +196,15 @@ def _run_here(cases: Sequence[SweepCase]) -> tuple[list[SweepRun], bool]:
 
 
 def _run_in_processes(cases: Sequence[SweepCase], jobs: int) -> tuple[list[SweepRun], bool]:
-    """Run side by side. Ctrl-C ends the processes: what they were at is lost."""
+    """Run in parallel processes. Ctrl-C ends them, and the runs under way are lost."""
     done: dict[int, SweepRun] = {}
     interrupted = False
-    # New processes, not copies of this one, so that they do not share state of routers, plugins and threads.
+    # Spawned, not forked, so that processes do not share the state of routers, plugins and threads.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ignore_interrupts)
     try:
         with _shown(lambda: f"{len(done)} of {len(cases)} runs"):
             for at, run in run_cases(cases, pool):
-                done[at] = run  # noqa: PERF403 - what is done by an interrupt is kept
+                done[at] = run  # noqa: PERF403 - runs that finished before an interrupt are kept
     except KeyboardInterrupt:
         interrupted = True
         for process in multiprocessing.active_children():
@@ -215,7 +215,7 @@ def _run_in_processes(cases: Sequence[SweepCase], jobs: int) -> tuple[list[Sweep
 
 
 def _ignore_interrupts() -> None:
-    """In a process of the pool: its parent handles Ctrl-C."""
+    """Ignore Ctrl-C in a process of the pool: its parent handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -236,7 +236,7 @@ def _requests_text(fleets: Sequence[Fleet], done: int, planned: int) -> str:
 
 @contextmanager
 def _shown(text: Any) -> Iterator[None]:
-    """Show on a terminal, a few times a second, how far it is."""
+    """Show the progress on a terminal, a few times a second."""
     with ExitStack() as stack:
         if sys.stderr.isatty():
             ended = Event()
