@@ -1,8 +1,8 @@
 """Ratios that a minute can measure, relative to a loop of plain Python: a change must not halve one unnoticed.
 
 The loop has the most frequent operations of the package, with dictionaries, tuples and one hash per block, so that a
-ratio depends little on the machine and much on the code: it is the speed of our blocks in units of the loop's. `python
--m benchmarks quick` records them, `python -m benchmarks --quick` compares with the records.
+ratio depends little on the machine and much on the code: it is the speed of our blocks in units of the loop's.
+`python -m benchmarks quick` records them, `python -m benchmarks --quick` compares with the records.
 """
 
 from __future__ import annotations

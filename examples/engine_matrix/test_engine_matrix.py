@@ -110,7 +110,5 @@ class TestTrace:
         held = sum(len(worker.manager.resident()) for worker in kv_harness.workers.values())
         if kv_traits.partial_blocks:  # TensorRT-LLM: a block that a partial match takes leaves without a Removed
             assert held <= len(stored) - len(removed)
-        elif (
-            "evicted_and_restored" not in kv_harness.events.counts.warnings
-        ):  # else an engine holds more than published
+        elif "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else more is held than published
             assert held == len(stored) - len(removed)

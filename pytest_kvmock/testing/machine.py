@@ -39,7 +39,7 @@ class KvStateMachine(RuleBasedStateMachine):
     Attributes:
         backend: name of the workers' backend, or a `BackendSpec`.
         num_blocks: capacity of each worker in blocks; it is small, so that blocks are evicted soon.
-        block_size: tokens a block.
+        block_size: tokens per block.
         workers: number of workers.
         chunk: tokens that are prefilled at once; None for the whole prompt.
         harness: the workers and the index, new for each example.

@@ -86,7 +86,7 @@ def room_for(blocks: int, traits: Traits, block_size: int) -> int:
     Args:
         blocks: number of blocks of the prompt.
         traits: traits of the engine at this block size.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
     if traits.looks_ahead or traits.drops_last:
         blocks += _OF_DRAFTS
@@ -260,7 +260,7 @@ class OverBackend:
 
         Args:
             num_blocks: capacity in blocks.
-            block_size: tokens a block.
+            block_size: tokens per block.
             sink: receives its events; None for no sink.
         """
         __tracebackhide__ = True

@@ -92,7 +92,7 @@ class IndexDriver:
 
     Args:
         index: the index under contract.
-        block_size: tokens a block.
+        block_size: tokens per block.
         wait: waits for the answers of an async index.
 
     Attributes:

@@ -86,8 +86,8 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
     Four more methods are optional. `open_requests(self)` returns the number of requests that the process counts as
     open: it must be 0 after each test. `moved(self, engines)` makes the process use other engines from then on; it is
     needed to judge a worker that starts under a new address. `blocks_by_owner(self, prompt)` returns the blocks that
-    each worker can load from each store, beyond its faster tiers: `{"disk": {0: 4, 1: 4}}`. `adapter_loaded(self, name,
-    path)` notifies the process that engines loaded an adapter.
+    each worker can load from each store, beyond its faster tiers: `{"disk": {0: 4, 1: 4}}`.
+    `adapter_loaded(self, name, path)` notifies the process that engines loaded an adapter.
 
     Attributes:
         dialects: the dialects of the engines; each test runs over each.

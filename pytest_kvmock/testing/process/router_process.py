@@ -67,7 +67,7 @@ class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it also has at
     Attributes:
         port: a free port, for a process that is told where to listen.
         model: the name of the model that they serve.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
 
     port: int

@@ -100,7 +100,7 @@ class RouterContract(
     what no scene could judge; tests of only these methods are skipped.
 
     Attributes:
-        block_size: tokens a block.
+        block_size: tokens per block.
         backend: the backend of the engines, by name or as a `BackendSpec`; None: the default one.
         selector: computes what a request costs on a worker, as for `Report.regret`. Every pick must then be among the
             cheapest. None: the cost of picks is not checked.
