@@ -1,8 +1,8 @@
 """Registers the backend of `custom_backend/`.
 
 pytest reads this conftest before collection, whether it is started as `pytest`, `pytest examples` or
-`pytest examples/custom_backend`. Backends are read before collection, so the hook is here and not next to the backend; in your
-own project, put it into the conftest of the root or of a directory in `testpaths`.
+`pytest examples/custom_backend`. Backends are read before collection, so the hook is here and not next to the
+backend; in your own project, put it into the conftest of the root or of a directory in `testpaths`.
 
 It also lists repeats that run only if the environment variable KVMOCK_DEEP is 1: the same test over another engine, and
 the costly tests of a contract for its second and third class. An id that you name on the command line always runs.
