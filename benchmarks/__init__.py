@@ -1,1 +1,1 @@
-"""The figures that the project promises, measured beside their peers: `python -m benchmarks`."""
+"""The figures that the project promises, measured against their peers: `python -m benchmarks`."""

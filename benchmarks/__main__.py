@@ -1,12 +1,12 @@
-"""Measure the figures, each beside its peer where this environment has it, and write them to RESULTS.md and its plot.
+"""Measure the figures, against peers that this environment has, and write them to RESULTS.md and its plot.
 
-    python -m benchmarks                 all that can be measured here
+    python -m benchmarks                 all figures that can be measured here
     python -m benchmarks index verdict   some of the groups
-    python -m benchmarks scaling --blocks 65536 --workers 64 --requests 4096    cost a block up to these sizes, plotted
-    python -m benchmarks --quick         a minute, which writes nothing: 1 where a ratio of the group "quick" has more than halved
+    python -m benchmarks scaling --blocks 65536 --workers 64 --requests 4096    cost per block up to these sizes, plotted
+    python -m benchmarks --quick         takes a minute, writes nothing: exits with 1 if a ratio of the group "quick" has more than halved
 
 Dynamo 1.2.1 and 1.6.1 cannot be in one process: run it once in an environment of each. A run replaces the rows that it
-measured and leaves the others. `results.json` has the same as data.
+measured and keeps the others. `results.json` has the same data.
 """  # noqa: E501, W505
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def main() -> int:
         return 1 if fallen else 0
     place = f"{datetime.now(UTC):%Y-%m-%d}, Python {platform.python_version()}, {os.cpu_count()} CPUs, load {os.getloadavg()[0]:.1f}"  # noqa: E501
     for group in chosen:
-        if group == "scaling":  # sizes that this run leaves out would have another run's smallest beside them
+        if group == "scaling":  # sizes that this run leaves out would refer to another run's smallest size
             rows = {key: row for key, row in rows.items() if not row["command"].endswith(" scaling")}
         for measure in GROUPS[group]:
             start = time.monotonic()

@@ -1,8 +1,8 @@
-"""What people type: the command `replay` with its default sizes, beside the original's replay of the same, each a
-process of its own.
+"""The command as users type it: `replay` with its default sizes, compared with the original's replay of the same trace,
+each in a separate process.
 
-One run is that of a shell, from the start of Python to its end: CPU time of the process, and the most memory that it
-had, which is far more than this one has (`ru_maxrss` of a process is at least that).
+A run is that of a shell, from the start of Python to its end. It measures CPU time and peak memory of the process. The
+peak is far above the memory of the measuring process, which `ru_maxrss` of a child is at least.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import NamedTuple
 from benchmarks.measure import Figure, dynamo
 from benchmarks.verdict import traces
 
-WORKERS, BLOCK_SIZE, NUM_BLOCKS = 8, 64, 16_384  # as `replay` has them where nobody says otherwise
+WORKERS, BLOCK_SIZE, NUM_BLOCKS = 8, 64, 16_384  # the defaults of `replay`
 PEER = f"""
 import sys
 from dynamo import _core
@@ -26,7 +26,7 @@ _core.run_mocker_trace_replay(
 """
 EVENTS = "each event is made and applied in Python"
 TYPED = (
-    # arguments, router of the peer, bars of CPU time and memory, why one is missed
+    # arguments, router of the peer, bar of CPU time, why it is missed
     ((), "kv_router", 1 / 4, EVENTS),
     (("--router", "round_robin"), "round_robin", 1 / 4, EVENTS),
     (("--backend", "lineage"), "kv_router", 1 / 3, EVENTS),
@@ -34,11 +34,11 @@ TYPED = (
 
 
 class Process(NamedTuple):
-    """What a process took.
+    """The costs of a process.
 
     Attributes:
         seconds: CPU time.
-        megabytes: the most memory that it had.
+        megabytes: peak memory.
     """
 
     seconds: float
@@ -46,14 +46,14 @@ class Process(NamedTuple):
 
 
 def taken(*arguments: str) -> Process:
-    """Run Python with these arguments, and see what it took; what it prints is dropped.
+    """Run Python with these arguments, drop its output, and return its costs.
 
     Raises:
         RuntimeError: it failed.
     """
     with Path(os.devnull).open("w") as nowhere:
         to = [(os.POSIX_SPAWN_DUP2, nowhere.fileno(), each) for each in (1, 2)]
-        env = os.environ | {"DYN_LOG": "error"}  # the original writes a line a pick else
+        env = os.environ | {"DYN_LOG": "error"}  # otherwise the original writes a line per pick
         process = os.posix_spawn(sys.executable, [sys.executable, *arguments], env, file_actions=to)
     _, status, usage = os.wait4(process, 0)
     if status:
@@ -62,8 +62,8 @@ def taken(*arguments: str) -> Process:
 
 
 def replays():
-    """The conversation trace as typed, and the original's; one run of each, as CPU time of half a minute differs by
-    a hundredth.
+    """Measure the command on the conversation trace against the original, one run each: CPU times of half a minute
+    differ by one percent.
     """
     _, version = dynamo("1.6")
     path = str(traces())

@@ -44,7 +44,7 @@ def chains():
 
 
 def cycles(pool, chains):
-    """Allocate, fill, register, match and return each chain; from the 257th on each block evicts another."""
+    """Allocate, fill, register, match and return each chain; from the 257th chain on, each block evicts another."""
     for chain, hashes in chains:
         blocks = pool.allocate_blocks_blocking(len(chain))
         for block, content in zip(blocks, chain, strict=True):
@@ -57,7 +57,7 @@ def cycles(pool, chains):
 
 
 def full_cycles() -> int:
-    """Blocks that were allocated, filled, registered, matched and returned."""
+    """Run all cycles; return the number of blocks that were allocated, filled, registered, matched and returned."""
     cycles(manager().device(), chains())
     return REQUESTS * CHAIN
 
@@ -76,8 +76,8 @@ def memory():
     assert pool.counts.inactive == CAPACITY
     del held, block
     gc.collect()
-    # Hashes are integers of the token blocks, which are not counted; where the pool alone kept them they would cost 32
-    # B each.
+    # Hashes are integers of the token blocks, which are not counted; if only the pool kept them, they would cost 32 B
+    # each.
     used = (tracemalloc.get_traced_memory()[0] - before) / CAPACITY + 3 * 32
     tracemalloc.stop()
     yield Figure("memory of a registered block in KvBlockManager, its hashes counted", used, BYTES, unit="B", most=True)

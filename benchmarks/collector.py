@@ -1,5 +1,5 @@
-"""What a long run gains by having Python look for cycles less often, beside the same run that leaves the collector
-alone.
+"""The gain of a long run that makes Python's garbage collector run less often, compared with the same run with the
+collector unchanged.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pytest_kvmock.values.long_runs import long_run
 ROUNDS, REQUESTS = 3, 2_500
 TRACE = f"{REQUESTS:,} requests of the conversation trace"
 LEFT_ALONE = (699, 10, 10)
-"""Nearly Python's own thresholds, and so taken for the user's: a run does not change them."""
+"""Almost Python's default thresholds, but different, so that a run takes them for the user's and keeps them."""
 
 
 def left_alone(run: Callable[[], object]) -> None:
@@ -30,7 +30,7 @@ def left_alone(run: Callable[[], object]) -> None:
 
 
 def gained():
-    """CPU time of runs as they are beside that of runs that leave the collector alone, in turn; above 1 is gained."""
+    """Compare the CPU time of normal runs with runs that keep the collector unchanged, in turn; above 1 is a gain."""
     requests = list(islice(read_mooncake(traces()), REQUESTS))
 
     def judged_fleet():

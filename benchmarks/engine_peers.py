@@ -1,8 +1,8 @@
-"""The block managers of the real engines, where they are installed: vLLM's KVCacheManager and SGLang's RadixCache.
+"""The block managers of the real engines, if installed: vLLM's KVCacheManager and SGLang's RadixCache.
 
-Both serve the shared workload as a scheduler would have them do it, one request at a time: look up, get blocks, cache
-them, free, and take the events. What is not the manager's work is made before: requests, keys, and vLLM's hashes.
-SGLang names pages while it publishes; that cannot be taken out of it.
+Both serve the shared workload as under a scheduler, one request at a time: look up, allocate blocks, cache them, free,
+and take the events. Requests, keys, and vLLM's hashes are made before, as they are not the manager's work. SGLang
+computes page names while it publishes, which cannot be separated.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ SIZE = workload.BLOCK_SIZE
 
 
 def row_of(event):
-    """An event of either engine in a short form."""
+    """Return an event of either engine in a short form."""
     kind = type(event).__name__
     if kind == "BlockRemoved":
         return ("R", *event.block_hashes)
@@ -44,8 +44,8 @@ class Vllm:
         NotHere: vLLM is not installed.
 
     Attributes:
-        name: what it is.
-        backend: ours that models it.
+        name: name of the peer.
+        backend: our backend that models it.
     """
 
     def __init__(self):
@@ -61,7 +61,7 @@ class Vllm:
         version = metadata.version("vllm")
         self.name = f"KVCacheManager of vLLM {version}"
         self.backend = "vllm" if tuple(map(int, version.split(".")[:2])) >= (0, 24) else "vllm_0_19"
-        os.environ.setdefault("PYTHONHASHSEED", "0")  # as ours
+        os.environ.setdefault("PYTHONHASHSEED", "0")  # as in our hasher
         utils.init_none_hash(hashing.sha256_cbor)
         hasher = utils.get_request_block_hasher(SIZE, hashing.sha256_cbor)
         once = sampling.SamplingParams(max_tokens=1)
@@ -70,7 +70,7 @@ class Vllm:
             for number, tokens in enumerate(workload.tokens())
         ]
         spec = interface.FullAttentionSpec(block_size=SIZE, num_kv_heads=1, head_size=1, dtype=torch.float16)
-        # One more than there is room for: its null block.
+        # One more than the capacity, for its null block.
         config = interface.KVCacheConfig(workload.CAPACITY + 1, [], [interface.KVCacheGroupSpec(["layer"], spec)])
         self._manager = manager.KVCacheManager
         self._options = {"max_model_len": 2**20, "hash_block_size": SIZE, "enable_kv_cache_events": True}
@@ -79,7 +79,7 @@ class Vllm:
             self._options["scheduler_block_size"] = SIZE
 
     def run(self, keep=None):
-        """Serve all requests from an empty cache; what `keep` makes of each event is returned."""
+        """Serve all requests from an empty cache; return the results of `keep` for each event."""
         manager = self._manager(**self._options)
         kept = []
         for request in self._requests:
@@ -93,7 +93,7 @@ class Vllm:
 
 
 class _Allocator:
-    """Of SGLang's memory pool, what the cache calls. How much is free is counted by who asks for it."""
+    """The part of SGLang's memory pool that the cache calls. The caller counts the free tokens."""
 
     device = "cpu"
 
@@ -108,8 +108,8 @@ class Sglang:
         NotHere: SGLang is not installed.
 
     Attributes:
-        name: what it is.
-        backend: ours that models it.
+        name: name of the peer.
+        backend: our backend that models it.
     """
 
     backend = "sglang"
@@ -124,9 +124,9 @@ class Sglang:
         self._slots = torch.zeros(workload.BLOCKS * SIZE, dtype=torch.int64)
 
     def run(self, keep=None):
-        """Serve all requests from an empty cache; what `keep` makes of each event is returned.
+        """Serve all requests from an empty cache; return the results of `keep` for each event.
 
-        Less than its scheduler does, which inserts and matches once more at a checkpoint.
+        This is less than its scheduler does, which inserts and matches again at a checkpoint.
         """
         base, key_of = self._base, self._radix.RadixKey
         cache = self._radix.RadixCache.create_simulated(
@@ -137,7 +137,7 @@ class Sglang:
         for tokens in self._tokens:
             found = cache.match_prefix(base.MatchPrefixParams(key=key_of(tokens, limit=len(tokens) - 1)))
             cache.inc_lock_ref(found.last_device_node)
-            # A page more than it takes, as its scheduler asks for (alloc_for_extend).
+            # One page more than needed, as its scheduler requests (alloc_for_extend).
             missing = len(tokens) - found.device_prefix_len + SIZE - free
             if missing > 0:
                 free += cache.evict(base.EvictParams(num_tokens=missing)).num_tokens_evicted

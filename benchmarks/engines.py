@@ -1,4 +1,4 @@
-"""Engines in virtual time: the shared workload and a trace through a scheduler, beside Dynamo's."""
+"""Engines in virtual time: the shared workload and a trace through a scheduler, compared with Dynamo's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ replay(read_mooncake(path), [MockEngine(args) for _ in range(engines)]).to_json(
 
 
 def shared_workload():
-    """One request at a time, one output token each, hashing and statistics included."""
+    """Measure one request at a time, with one output token each, including hashing and statistics."""
     directory, peer, version = manager.replay()
     size = workload.BLOCK_SIZE
     with directory:
@@ -35,7 +35,7 @@ def shared_workload():
 
 
 def mooncake():
-    """The conversation trace, one request at a time, all its output tokens."""
+    """Measure the conversation trace, one request at a time, with all its output tokens."""
     core, version = dynamo("1.2")
     path = traces()
     size, blocks = MOONCAKE_BLOCK_SIZE, 2_000
@@ -52,8 +52,8 @@ def mooncake():
 
 
 def newest():
-    """The conversation trace as its requests arrive, over one engine and over eight, by the rules of 1.6.1 and
-    beside it.
+    """Measure the conversation trace as its requests arrive, over one engine and over eight, by the rules of 1.6.1,
+    against that release.
     """
     core, version = dynamo("1.6")
     path, size = traces(), MOONCAKE_BLOCK_SIZE

@@ -1,9 +1,9 @@
-"""The path of one event, counted: calls, files and changes of file from the block manager's sink to the verdict of it.
+"""Counts of one event's path: calls, files and changes of file, from the block manager's sink to the verdict.
 
     python -m benchmarks.event_path [-v]
 
-Frames of the package alone; an index under test answers as the reference, and its own work is not counted. With -v each
-call is listed. Then the lines of each room.
+Only frames of the package count; an index under test answers like the reference index, and its own work is not counted.
+With -v each call is listed. The lines of each room follow.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ HOME = Path(pytest_kvmock.__file__).parent
 
 
 class Uncounted:
-    """An index under test that answers as the reference."""
+    """An index under test that answers like the reference index."""
 
     def __init__(self) -> None:
         self._index = RadixIndex()
@@ -45,7 +45,7 @@ class Uncounted:
 
 
 def path_of_one_event(arm: Callable | None = None, **options) -> list[tuple[str, str]]:
-    """File and function of each call for a Stored that continues a chain of four blocks."""
+    """Return file and function of each call for a Stored that continues a chain of four blocks."""
     harness = RouterHarness(**options)
     if arm is not None:
         arm(harness)

@@ -1,5 +1,5 @@
-"""A fleet in virtual time behind Dynamo's router: with its verdict beside the original, and memory; the command is
-in `as_typed`.
+"""A fleet in virtual time behind Dynamo's router: with its verdict, compared with the original, and memory. `as_typed`
+measures the command.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ with RouterHarness(profile, "lineage") as kv_harness:
 
 
 def judged(workers):
-    """Serve it with every event judged."""
+    """Serve the trace with every event checked."""
     written(JUDGED, path=traces(), workers=workers)()
 
 
 def speed():
-    """The conversation trace over 8 and 64 workers, in turn with the original's."""
+    """Measure the conversation trace over 8 and 64 workers, in turn with the original."""
     core, version = dynamo("1.2")
     path = str(traces())
-    os.environ["DYN_LOG"] = "error"  # it writes a line a pick else
+    os.environ["DYN_LOG"] = "error"  # otherwise it writes a line per pick
     args = core.MockEngineArgs(block_size=MOONCAKE_BLOCK_SIZE, num_gpu_blocks=BLOCKS)
 
     def peer(workers):
@@ -69,14 +69,14 @@ def speed():
 
 
 def memory():
-    """The most memory that a process had which serves the trace over 8 workers, `to_json` included."""
+    """Measure the peak memory of a process that serves the trace over 8 workers, including `to_json`."""
     largest = int(subprocess.run([sys.executable, "-c", LARGEST_MB], capture_output=True, text=True, check=True).stdout)
     what = "memory of a process for the conversation trace, 8 workers, to_json included"
     yield Figure(what, largest, MEMORY_BAR_MB, variant="full verdict", unit="MB", most=True)
 
 
 def one_test():
-    """A test as people write them: 400 requests of conversations over 4 workers, judged."""
+    """Measure a typical test: 400 requests of conversations over 4 workers, with checked events."""
     trace = list(
         synthetic_trace(
             400,

@@ -1,7 +1,7 @@
-"""RadixIndex beside Dynamo's Rust RadixTree.
+"""RadixIndex compared with Dynamo's Rust RadixTree.
 
-Both start from ready events: ours from `RouterEvent` objects, the peer from their JSON as Python objects. That it then
-costs a `json.dumps` each is counted, since whoever feeds it from Python pays it.
+Both start from ready events: ours from `RouterEvent` objects, the peer from their JSON as Python objects. A
+`json.dumps` per event counts for the peer, since every caller from Python pays for it.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def speed():
 
 
 def memory():
-    """Of an index that is the last to hold its hashes: events come as text, and are dropped."""
+    """Measure an index that is the only owner of its hashes: events are read from text, and dropped."""
     lines = [event.to_json() for event in workload.events()]
     gc.collect()
     tracemalloc.start()

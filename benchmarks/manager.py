@@ -18,7 +18,7 @@ from pytest_kvmock import CapturingSink, create_manager, sequence_hashes
 from pytest_kvmock.values import Deref, Use, lineage_hashes
 
 BACKENDS = {"lineage": 150, "lru": 150, "multi_lru": 600}
-"""The most bytes of a cached block."""
+"""The largest number of bytes per cached block."""
 TOTAL = workload.REQUESTS * workload.BLOCKS
 
 
@@ -29,7 +29,7 @@ def run(backend, of=workload.moves):
 
 
 def replay():
-    """A directory with the same requests as a trace, a call of Dynamo's replay of it, and its version."""
+    """Return a directory with the same requests as a trace, a call of Dynamo's replay of it, and Dynamo's version."""
     core, version = dynamo("1.2")
     directory = tempfile.TemporaryDirectory()
     path = Path(directory.name, "trace.jsonl")
@@ -54,17 +54,17 @@ RUST_BARS = {"lineage": (1.5, 1.2), "lru": (1.5, 1.0), "multi_lru": (1.0, 0.6)}
 
 
 def rust_rates(program: str) -> dict[str, float]:
-    """M blocks/s of Dynamo's manager, by backend."""
+    """Return the rates of Dynamo's manager in M blocks/s, by backend."""
     lines = subprocess.run([program], check=True, capture_output=True, text=True).stdout.splitlines()
     rows = [line.split() for line in lines if " events=true " in line]
     return {row[0]: float(row[2]) for row in rows}
 
 
 def beside_rust():
-    """Dynamo's manager in Rust on the same workload, in alternating runs.
+    """Measure against Dynamo's manager in Rust on the same workload, in alternating runs.
 
-    The program of `KVMOCK_RUST_MANAGER` prints a line a backend, "lineage events=true 0.58 M blocks/s": each request is
-    a Use with hashes that were made before, and 32 Derefs, events captured (dynamo-mocker 1.2.1, optimised).
+    The program of `KVMOCK_RUST_MANAGER` prints one line per backend, "lineage events=true 0.58 M blocks/s": each
+    request is a Use with precomputed hashes and 32 Derefs, with captured events (dynamo-mocker 1.2.1, optimised).
     """
     program = os.environ.get(RUST)
     if not program:
@@ -102,7 +102,7 @@ def memory():
         manager = create_manager(backend, num_blocks=workload.CAPACITY, block_size=workload.BLOCK_SIZE)
         before = tracemalloc.get_traced_memory()[0]
         for request in requests:
-            # Hashes of its own for each request, as they would come from outside: kept alive by the manager alone.
+            # New hash objects for each request, as from outside: only the manager keeps them alive.
             local = [value + 0 for value in request.local]
             blocks = sequence_hashes(local)
             manager.process(Use(blocks, local, lineage_hashes(blocks)))

@@ -1,4 +1,4 @@
-"""How figures are taken, and what one is."""
+"""Figures, and how they are measured."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from pytest_kvmock.fleets import read_mooncake
 
 @dataclass
 class Figure:
-    """One figure of the results; those that differ by their variant alone are one row.
+    """One figure of the results; figures that differ only in their variant are one row.
 
     Attributes:
         name: what was measured.
-        ratio: what was found: how fast ours is beside the peer, unless the name or the unit says otherwise.
-        bar: what is to be reached; None where nothing was set.
-        peer: what it was measured beside; empty for nothing.
-        variant: of what it was measured.
-        unit: of ratio and bar: the times sign, or what counts memory.
-        most: whether the bar is the most, and not the least.
-        why: why it misses its bar, where it does.
-        lines: what a user writes for it, where that is no command of the variant's name.
+        ratio: the result: our speed relative to the peer, unless name or unit say otherwise.
+        bar: the value to reach; None if none was set.
+        peer: the peer of the comparison; empty for none.
+        variant: the variant that was measured.
+        unit: the unit of ratio and bar: the times sign, or a unit of memory.
+        most: whether the bar is an upper limit.
+        why: the reason if it misses its bar.
+        lines: the user's code for it, if it is not a command of the variant's name.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Figure:
 
     @property
     def key(self) -> str:
-        """Its name, which no other has."""
+        """Its unique name."""
         return f"{self.name}: {self.variant}" if self.variant else self.name
 
     @property
@@ -60,12 +60,12 @@ class Figure:
 
 
 def number(value: float) -> str:
-    """Three digits, and all of those before the point."""
+    """Format a number with three digits, or all digits before the point if there are more."""
     return f"{value:,.0f}" if abs(value) >= 100 else f"{value:.3g}"
 
 
-class NotHere(Exception):  # noqa: N818 - no error: a figure that this environment cannot give
-    """Why a figure cannot be measured here."""
+class NotHere(Exception):  # noqa: N818 - not an error, but a figure that cannot be measured here
+    """The reason why a figure cannot be measured here."""
 
 
 def wall_seconds(function: Callable[[], object]) -> float:
@@ -76,7 +76,7 @@ def wall_seconds(function: Callable[[], object]) -> float:
 
 
 def cpu_seconds(function: Callable[[], object]) -> float:
-    """For what runs in one thread: the same as the wall clock of an idle machine, on a busy one too."""
+    """Return the CPU seconds of a single-threaded function: the wall time of an idle machine, also on a busy one."""
     gc.collect()
     start = time.process_time()
     function()
@@ -84,14 +84,16 @@ def cpu_seconds(function: Callable[[], object]) -> float:
 
 
 def written(lines: str, **names: object) -> Callable[[], object]:
-    """Return a function that runs lines as a user writes them, so that what a row shows is what is measured."""
+    """Return a function that runs lines as a user writes them, so that a row shows the measured code."""
     code = compile(lines, "<lines of a user>", "exec")
     used = {name: getattr(pytest_kvmock, name) for name in re.findall(r"\w+", lines) if name in pytest_kvmock.__all__}
     return lambda: exec(code, {"read_mooncake": read_mooncake} | used | names)
 
 
 def alternating(rounds: int, *functions: Callable[[], object], clock=wall_seconds) -> list[float]:
-    """Median seconds of each function; rounds go through all of them in turn, so that what slows one slows all."""
+    """Return the median seconds of each function. Rounds run all of them in turn, so that a slow machine affects
+    all.
+    """
     times: list[list[float]] = [[] for _ in functions]
     for number in range(rounds):
         order = range(len(functions))
@@ -101,7 +103,7 @@ def alternating(rounds: int, *functions: Callable[[], object], clock=wall_second
 
 
 def dynamo(*releases: str):
-    """`dynamo._core` and its version; of these releases ("1.6") where they are given."""
+    """Return `dynamo._core` and its version, which must be one of `releases` ("1.6") if given."""
     try:
         from dynamo import _core
     except ImportError:

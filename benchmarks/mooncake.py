@@ -1,5 +1,5 @@
-"""Both published request traces, whole, through a worker with full verdict: what is reused, beside what was recorded
-of Dynamo and vLLM (`tests/data`).
+"""Both complete published request traces through a worker with full verdict: reuse, compared with recordings of Dynamo
+and vLLM (`tests/data`).
 """
 
 from __future__ import annotations
@@ -21,12 +21,14 @@ BUDGET = 8_192  # tokens that Dynamo's mock scheduler prefills in one pass
 
 
 def reused(requests, backend, num_blocks, *, whole):
-    """Share of what was asked for that was cached, one request at a time, through a worker of a harness."""
+    """Return the cached share of all requested tokens or blocks, one request at a time, through a worker of a
+    harness.
+    """
     profile = EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=num_blocks, chunk=None if whole else BUDGET)
     with RouterHarness(profile, backend) as kv:
         worker = kv.worker(0)
         cached = asked = 0
-        # As vLLM was recorded: one token after the whole blocks, which is computed in any case.
+        # As in vLLM's recording: one token after the whole blocks, which is always computed.
         tail = worker.traits.recomputes_last_token
         for request in requests:
             prompt = request.prompt(whole_blocks=whole)
@@ -45,7 +47,7 @@ def reused(requests, backend, num_blocks, *, whole):
 
 
 def whole_blocks():
-    """As the real managers were recorded: hits are blocks that a request did not store."""
+    """Compare with the recordings of the real managers: hits are blocks that a request did not store."""
     runs = json.loads((DATA / "logical_mooncake.json").read_text())["runs"]
     recorded = {}
     for run in runs:
@@ -61,7 +63,9 @@ def whole_blocks():
 
 
 def as_long_as_they_were():
-    """As a scheduler sees them: chunks, a partial tail, decoded blocks; hits are tokens of cached leading blocks."""
+    """Compare with a scheduler's recordings: chunks, a partial tail, decoded blocks; hits are tokens of cached leading
+    blocks.
+    """
     runs = json.loads(gzip.decompress((DATA / "dynamo_reused_blocks.json.gz").read_bytes()))["runs"]
     recorded = {(run["trace"], run["num_blocks"]): run["ratio_of_1.2.1"] for run in runs}
     title = "prompts and outputs as long as they were"
@@ -69,7 +73,7 @@ def as_long_as_they_were():
 
 
 def _figures(title, recorded, *, whole):
-    """A figure for each backend: of its runs, the one that is furthest from what was recorded."""
+    """Yield a figure for each backend, from the run that deviates most from the recording."""
     folder = traces().parent
     for name in NAMES:
         if not (folder / TRACE.format(name)).is_file():

@@ -1,4 +1,4 @@
-"""RESULTS.md and its plot, made of the rows of `results.json`."""
+"""RESULTS.md and its plot, made from the rows of `results.json`."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ AXES = {
     "workers": ("workers", 1, 2**10),
     "requests": ("requests of a trace", 2**8, 2**16),
 }
-"""What cost a block is measured against: what each size is, the smallest, and the largest by default."""
+"""The axes of cost per block: name of the size, smallest size, and largest size by default."""
 
 BAND = 2
-"""So many times may a block cost what it costs at the smallest size."""
+"""The limit of a block's cost, in multiples of its cost at the smallest size."""
 
 
 def cost_name(axis: str) -> str:
@@ -35,7 +35,7 @@ def cost_name(axis: str) -> str:
 
 
 def document(rows: Iterable[Mapping[str, Any]]) -> str:
-    """The page; rows that differ by their variant alone are one."""
+    """Return the page; rows that differ only in their variant are merged."""
     rows = list(rows)
     by_name: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
@@ -75,7 +75,7 @@ def _cells(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
 
 
 def _joined(figures: Sequence[Figure], text: Callable[[Figure], str]) -> str:
-    """One text for all, where it is the same; else each behind the variants that it is of."""
+    """Return one text if it is the same for all figures; otherwise each text after its variants."""
     of_text: dict[str, list[str]] = {}
     for figure in figures:
         of_text.setdefault(text(figure), []).append(figure.variant)
@@ -85,7 +85,7 @@ def _joined(figures: Sequence[Figure], text: Callable[[Figure], str]) -> str:
 
 
 def _points(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, float]]]:
-    """Size and cost of each axis that was measured, the smallest first."""
+    """Return size and cost of each measured axis, the smallest first."""
     names = {cost_name(axis): axis for axis in AXES}
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
@@ -94,11 +94,11 @@ def _points(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[tuple[int, floa
     return {axis: sorted(of_axis) for axis, of_axis in points.items()}
 
 
-WIDTH, HEIGHT, LEFT, TOP, FOOT = 280, 200, 50, 30, 50  # of a panel; what is left of all, above and below
+WIDTH, HEIGHT, LEFT, TOP, FOOT = 280, 200, 50, 30, 50  # size of a panel; margins left, above and below
 
 
 def plot(rows: Iterable[Mapping[str, Any]]) -> str:
-    """An SVG of a panel an axis, with one scale of cost for all, from 0."""
+    """Return an SVG with one panel per axis, and a common scale of cost from 0."""
     points = _points(rows)
     top = max([BAND, *(cost for of_axis in points.values() for _, cost in of_axis)]) * 1.1
     step = next(step for step in (0.5, 1, 2, 5, 10, 20, 50, 100, 1_000) if top / step < 8)

@@ -1,9 +1,9 @@
-"""What the plugin costs: to import, to suites that do not use it, to a test that does.
+"""The cost of the plugin: of its import, for suites that do not use it, and for a test that does.
 
-Suites run in processes of their own, with the other installed plugins off, and CPU time is compared: run-to-run noise
-of the wall clock is larger than what is measured here. Bytecode must be writable, as it is for users.
+Suites run in separate processes, with the other installed plugins off. CPU time is compared, as the noise of the wall
+clock is larger than these figures. Bytecode must be writable, as it is for users.
 
-Where the project is not installed, it is loaded by `-p`; that leaves finding its entry point out.
+If the project is not installed, it is loaded by `-p`; the search for its entry point is then not measured.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ middle, before = time.process_time(), set(sys.modules)
 import pytest_kvmock.plugin
 print(json.dumps([(time.process_time() - middle) / (middle - start), len(set(sys.modules) - before)]))
 """
-# Chain and harness in turn, in one run: what slows the machine down slows both.
+# Chain and harness in turn, in one run: a slow machine affects both.
 USED = """
 import pytest
 
@@ -38,7 +38,7 @@ def f0(): return 0
 {chain}
 {tests}
 """
-# Time a test, all phases, into a file.
+# Writes the time of each test, all phases, into a file.
 CONFTEST = """
 import collections, json, time
 import pytest
@@ -69,7 +69,9 @@ def plugins():
 
 
 def others_off():
-    """The other plugins are blocked by name, not by switching autoloading off: finding plugins has its cost too."""
+    """Return options that block the other plugins by name. Autoloading stays on: the search for plugins has a cost,
+    too.
+    """
     return [part for name in sorted(plugins() - {"kvmock"}) for part in ("-p", f"no:{name}")]
 
 
@@ -88,14 +90,16 @@ def run_suite(directory, *args, on=True):
 
 
 def importing(runs=7):
-    """CPU time of importing the plugin beside that of importing pytest, and how many modules it brings."""
+    """Return the CPU time of importing the plugin relative to importing pytest, and the number of modules that it
+    loads.
+    """
     command = [sys.executable, "-c", IMPORT]
     out = [json.loads(subprocess.check_output(command, env=environment(), text=True)) for _ in range(runs)]
     return statistics.median(share for share, _ in out), out[0][1]
 
 
 def unused(pairs):
-    """CPU seconds that a run of 1,000 empty tests takes without the plugin, and how much more with it."""
+    """Return the CPU seconds of a run of 1,000 empty tests without the plugin, and the increase with it."""
     without, more = [], []
     with tempfile.TemporaryDirectory() as directory:
         Path(directory, "test_empty.py").write_text("".join(f"def test_{n}(): pass\n" for n in range(TESTS)))
@@ -111,7 +115,9 @@ def unused(pairs):
 
 
 def used(tests=500):
-    """Median CPU seconds of a test: a chain of ten empty fixtures; `kv_manager` and `kv_events`."""
+    """Return the median CPU seconds of three tests: an empty one, one with a chain of ten empty fixtures, and one with
+    `kv_manager` and `kv_events`.
+    """
     chain = "".join(f"@pytest.fixture\ndef f{n}(f{n - 1}): return {n}\n" for n in range(1, 10))
     each = "".join(
         f"def test_empty_{n}(): pass\n"

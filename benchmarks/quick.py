@@ -1,8 +1,8 @@
-"""Ratios that a minute can measure, beside a loop of plain Python: what a change must not halve unseen.
+"""Ratios that a minute can measure, relative to a loop of plain Python: a change must not halve one unnoticed.
 
-The loop does what the package does most, with dictionaries, tuples and a hash a block, so that a ratio says little of
-the machine and much of the code: how fast our blocks are where those of the loop are 1. `python -m benchmarks quick`
-records them, `python -m benchmarks --quick` compares with what is recorded.
+The loop has the most frequent operations of the package, with dictionaries, tuples and one hash per block, so that a
+ratio depends little on the machine and much on the code: it is the speed of our blocks in units of the loop's.
+`python -m benchmarks quick` records them, `python -m benchmarks --quick` compares with the records.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from pytest_kvmock.fleets import TraceRequest, synthetic_trace
 from pytest_kvmock.oracle import RadixIndex
 
 FALL = 2.0
-"""So many times less than what is recorded is a failure."""
+"""The factor below the recorded ratio that is a failure."""
 
 PEER = "a loop of plain Python"
 ROUNDS = 3
@@ -40,7 +40,7 @@ DIALECT = "vllm-0.33"
 
 
 def loop() -> None:
-    """The yardstick."""
+    """Run the loop of plain Python, the unit of all ratios."""
     held: dict[int, tuple[int, int]] = {}
     order: list[int] = []
     parent = 0
@@ -145,11 +145,11 @@ FIGURES: Mapping[str, Callable[[], int]] = {
     "index, questions": _find,
     f"events encoded and decoded, {DIALECT}": _encode_and_decode,
 }
-"""What is measured; each runs once, and returns how many blocks that were."""
+"""The functions that are measured; each runs once, and returns its number of blocks."""
 
 
 def ratio(run: Callable[[], int]) -> float:
-    """How fast the blocks of a run are beside those of the loop, from the best of alternating rounds.
+    """Return the speed of a run's blocks relative to the loop's, from the best of alternating rounds.
 
     Raises:
         NotHere: a package is not installed.
@@ -160,24 +160,24 @@ def ratio(run: Callable[[], int]) -> float:
         nonlocal blocks
         blocks = run()
 
-    for _ in range(ROUNDS):  # the first also makes what is made once, and is not the best
+    for _ in range(ROUNDS):  # the first round also fills caches, and is never the best
         plain.append(cpu_seconds(loop))
         ours.append(cpu_seconds(counted))
     return (blocks / min(ours)) / (LOOP_BLOCKS / min(plain))
 
 
 def ratios():
-    """One row a figure, to be recorded."""
+    """Yield one row per figure, to be recorded."""
     for name, run in FIGURES.items():
         found = ratio(run)
         yield _figure(name, round(found, 4))
 
 
 def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[], int]], float] = ratio) -> list[str]:
-    """Return a line for each figure that fell by more than `FALL`, and print all.
+    """Return a line for each figure that fell by more than `FALL`; print all figures.
 
     Args:
-        rows: what is recorded, as `results.json` has it.
+        rows: the recorded rows, as in `results.json`.
         measure: measures one figure.
     """
     fallen = []
@@ -189,7 +189,7 @@ def falls(rows: Mapping[str, Mapping[str, Any]], measure: Callable[[Callable[[],
         recorded = row["ratio"]
         try:
             found = measure(run)
-            if found * FALL < recorded:  # what else the machine did may have slowed it, and not the loop
+            if found * FALL < recorded:  # other work of the machine may have slowed it, but not the loop
                 found = max(found, measure(run))
         except NotHere as reason:
             print(f"{name}: not measured here: {reason}", flush=True)

@@ -1,4 +1,4 @@
-"""Cutting a failure down: what it costs, on streams of 10,000 events."""
+"""The cost of reducing a failure, on streams of 10,000 events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PEER = "the run that failed"
 
 
 class ForgetsARemoved:
-    """Of more than eight blocks; the first time alone."""
+    """An index that ignores the first Removed of more than eight blocks."""
 
     def __init__(self):
         self.tree, self.forgets = RadixIndex(), 1
@@ -34,7 +34,7 @@ class ForgetsARemoved:
 
 
 class ForgetsWhenItKnows(ForgetsARemoved):
-    """Every Removed, once it has seen one block, which is another worker's."""
+    """An index that ignores every Removed after a certain block of another worker."""
 
     def apply(self, event):
         data = event.event.data
@@ -46,8 +46,8 @@ class ForgetsWhenItKnows(ForgetsARemoved):
 
 
 def traffic(kv, amid=lambda _: None):
-    """A harness that served requests of 8 to 16 blocks that share prefixes, until there are 10,000 events; CPU time
-    of it.
+    """Serve requests of 8 to 16 blocks that share prefixes until there are 10,000 events; return the harness and the
+    CPU time.
     """
     rng = random.Random(0)
     shared = [kv.prompt(8) for _ in range(30)]
@@ -95,7 +95,7 @@ def events():
 
 
 class Quiet:
-    """Does not name the last of more than six blocks that are evicted at once, late in the stream."""
+    """A sink that leaves out the last block of a Removed of more than six blocks."""
 
     def __init__(self, sink):
         self.sink = sink

@@ -1,7 +1,6 @@
-"""Cost a block, beside that at the smallest size, as caches, fleets and traces grow: what a plot shows, and should be
-flat.
+"""Cost per block relative to the smallest size, as caches, fleets and traces grow; the plots should be flat.
 
-Each size is four times the one before, up to the largest that is asked for. All with full verdict, over `lineage`.
+Each size is four times the previous one, up to the requested largest. All runs have the full verdict, over `lineage`.
 """
 
 from __future__ import annotations
@@ -17,11 +16,11 @@ from pytest_kvmock import EngineProfile, Prompt, RouterHarness
 ROUNDS = 3
 REQUESTS = 500  # measured once a cache is full
 SIZE, BLOCKS = workload.BLOCK_SIZE, workload.BLOCKS
-FLEET = 4  # workers for traces of any length, and requests of each where workers grow
+FLEET = 4  # workers for traces of any length, and requests per worker when workers grow
 
 
 def blocks(largest: int) -> Iterator[Figure]:
-    """A worker whose cache is full: each request finds half of its blocks, and evicts for the others."""
+    """Measure a worker with a full cache: each request finds half of its blocks, and evicts for the others."""
     return _costs("blocks", largest, _full_cache)
 
 
@@ -44,18 +43,18 @@ def _full_cache(capacity: int) -> float:
 
 
 def workers(largest: int) -> Iterator[Figure]:
-    """A fleet behind the router, with as many requests and as much load a worker at each size."""
+    """Measure a fleet behind the router, with the same requests and load per worker at each size."""
     why = "the router weighs every worker for each request, as Dynamo's does"
     return _costs("workers", largest, lambda size: _fleet(size, max(512, FLEET * size), max(1, 1_024 // size)), why)
 
 
 def requests(largest: int) -> Iterator[Figure]:
-    """A fleet behind the router, with traces of any length."""
+    """Measure a fleet behind the router, with traces of any length."""
     return _costs("requests", largest, lambda size: _fleet(FLEET, size, 80))
 
 
 def _fleet(of: int, length: int, interval_ms: int) -> float:
-    trace = quick.trace.__wrapped__(length, interval_ms)  # not kept
+    trace = quick.trace.__wrapped__(length, interval_ms)  # without its cache
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=1_024, workers=of), "lineage") as kv:
         fleet = kv.fleet()
         seconds = cpu_seconds(lambda: fleet.run(trace).to_json())
@@ -64,7 +63,7 @@ def _fleet(of: int, length: int, interval_ms: int) -> float:
 
 def _costs(axis: str, largest: int, cost: Callable[[int], float], why: str = "") -> Iterator[Figure]:
     size = AXES[axis][1]
-    cost(size)  # what is made once is made
+    cost(size)  # fills caches
     first = cost(size)
     peer = f"the smallest size: {size:,}"
     yield Figure(cost_name(axis), 1.0, BAND, peer, f"{size:,}", most=True)

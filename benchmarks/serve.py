@@ -1,4 +1,4 @@
-"""Served engines: how soon they are there, what a completion and a stream cost. Two workers, time scale 0, with
+"""Served engines: their start-up time, and the cost of a completion and a stream. Two workers, time scale 0, with
 verdict.
 """
 
@@ -20,7 +20,9 @@ IMPORTS = [sys.executable, "-c", "import aiohttp.web, msgspec, zmq.asyncio; prin
 
 
 def ready():
-    """From the start of the process until it listens, in turn with one that imports what it needs of others."""
+    """Measure the time from the start of the process until it listens, in turn with a process that imports its
+    dependencies.
+    """
     needs("aiohttp", "msgspec", "zmq")
 
     ours, theirs = [], []
@@ -37,7 +39,9 @@ def ready():
 
 
 def traffic():
-    """Completions and streams of the command, by a client of aiohttp; and a handler that answers a constant."""
+    """Measure completions and streams of the command with an aiohttp client, against a handler with a constant
+    answer.
+    """
     needs("aiohttp", "msgspec", "zmq")
 
     process = subprocess.Popen(COMMAND, stdin=subprocess.PIPE, stdout=subprocess.PIPE)

@@ -1,4 +1,6 @@
-"""The conversation trace with a host below the device, through a worker and through an engine, beside no host."""
+"""The conversation trace with a host below the device, through a worker and through an engine, compared with no
+host.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,7 @@ class Run:
 
 
 def host():
-    """Tokens of prompts that are cached when a request is first admitted, with a host and without."""
+    """Measure the cached prompt tokens at the first admission of each request, with and without a host."""
     trace = list(read_mooncake(traces()))
     for (part, backend), by in product(PARTS, ("worker", "replay")):
         requests = trace[:part]

@@ -1,4 +1,4 @@
-"""Hashing beside Dynamo's Rust function."""
+"""Hashing, compared with Dynamo's Rust function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The verdict: what an index under test adds to it, and where the traces are."""
+"""The verdict: the cost that an index under test adds, and the path of the traces."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TRACE_CAPACITY = 4_000
 
 
 class Plugged:
-    """A reference index of its own, as a user's would be."""
+    """A separate reference index, in place of a user's."""
 
     def __init__(self):
         tree = RadixIndex()
@@ -31,7 +31,9 @@ def judged(index=None, sync="auto"):
 
 
 def with_an_index():
-    """The verdict with an index under test, asked after each event and as by default, beside the verdict alone."""
+    """Measure the verdict with an index under test, queried after each event or as by default, against the verdict
+    without it.
+    """
     workload.moves()
     for variant, sync in (("asked after every event", "every"), ("asked as by default", "auto")):
         seconds, alone = alternating(1, partial(judged, Plugged(), sync), judged, clock=cpu_seconds)
@@ -40,7 +42,7 @@ def with_an_index():
 
 
 def traces():
-    """As tests/conftest.py finds them."""
+    """Return the path of the conversation trace, found as in tests/conftest.py."""
     named = os.environ.get("KVMOCK_TRACES")
     path = (Path(named) if named else Path(__file__).parents[2] / "shared" / "traces") / TRACE
     if not path.is_file():

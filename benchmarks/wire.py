@@ -1,4 +1,4 @@
-"""The codec of KV events beside msgspec, which reads and writes the same bytes and knows nothing of events."""
+"""The codec of KV events, compared with msgspec, which reads and writes the same bytes without decoding events."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ DIALECTS = ("vllm-0.10.2", "vllm-0.33", "sglang-0.5.20")
 
 
 def stored_events(count: int = EVENTS) -> list[RouterEvent]:
-    """Events of 8 blocks of 16 tokens, each the child of the one before, with hashes as wide as an engine's."""
+    """Return events of 8 blocks of 16 tokens, each the child of the one before, with hashes as wide as an engine's."""
     rng = random.Random(0)
     events: list[RouterEvent] = []
     parent = None
@@ -38,7 +38,7 @@ def codec():
         payload = encode(batch, name)
         plain = read(payload)
         decoded = decode(payload, name)
-        assert payload == write(plain) or name == "vllm-0.33"  # the head of a long map, that only its structs have
+        assert payload == write(plain) or name == "vllm-0.33"  # only its structs have the head of a long map
         assert (batch.events, []) == (decoded.events, decoded.problems)
         raw_read, raw_write, ours_read, ours_write = _medians(
             lambda payload=payload: read(payload),
@@ -55,10 +55,12 @@ def codec():
 
 
 def _medians(*calls) -> list[float]:
-    """CPU seconds of one call of each: the median of rounds that go through all of them, a few calls at a time."""
+    """Return the CPU seconds of one call of each function: the median of rounds through all of them, a few calls at a
+    time.
+    """
     taken: list[list[float]] = [[] for _ in calls]
     for call in calls:
-        cpu_seconds(lambda call=call: [call() for _ in range(5)])  # what is made once is made
+        cpu_seconds(lambda call=call: [call() for _ in range(5)])  # fills caches
     for number in range(ROUNDS):
         for place in range(len(calls)) if number % 2 else reversed(range(len(calls))):
             start = time.process_time()

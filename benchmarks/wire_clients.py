@@ -1,6 +1,4 @@
-"""Publish to applied: what `KvPublisher` sends to Dynamo's standalone indexer, beside batches that were encoded
-before.
-"""
+"""Publish to applied: `KvPublisher` sends to Dynamo's standalone indexer, compared with sending preencoded batches."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ DIALECTS = ("vllm-0.10.2", "vllm-0.33", "sglang-0.5.20")
 EVENTS, PER_BATCH, ROUNDS = 2048, 8, 41
 LEAST = 0.8
 MARK = tuple(range(BLOCK_SIZE))
-"""The tokens of the last block that is published: when the indexer finds it, all before it are applied."""
+"""The tokens of the last published block: when the indexer finds it, all earlier events are applied."""
 
 
 def publish_to_applied() -> Iterator[Figure]:
     _, version = dynamo("1.3", "1.6")
-    needs("msgspec", "zmq")  # the publisher's
+    needs("msgspec", "zmq")  # for the publisher
     from pytest_kvmock.wire import Batch, encode
 
     mark = RouterEvent(0, KvCacheEvent(EVENTS, Stored(None, (2**62,), (1,))), token_ids=[MARK])
@@ -59,14 +57,14 @@ def publish_to_applied() -> Iterator[Figure]:
 
 
 class Taken(NamedTuple):
-    """Seconds from the first publish until the last block is found: by the clock, and CPU time of both processes."""
+    """Seconds from the first publish until the last block is found: wall time, and CPU time of both processes."""
 
     wall: float
     cpu: float
 
 
 def _medians(ask: Indexer, dialect: str, *ways: Callable[[Any], None]) -> list[Taken]:
-    """What each way takes, a new publisher each time; the medians."""
+    """Return the median times of each way, with a new publisher each time."""
     from pytest_kvmock.wire.sockets import KvPublisher
 
     numbers, taken = count(), [[] for _ in ways]
@@ -81,7 +79,7 @@ def _medians(ask: Indexer, dialect: str, *ways: Callable[[Any], None]) -> list[T
             wall, cpu = time.perf_counter(), time.process_time() + ask.cpu_seconds()
             way(publisher)
             while not ask("/query", {"token_ids": MARK, "model_name": model})["scores"]:
-                time.sleep(0.001)  # asking costs both processes CPU time, too
+                time.sleep(0.001)  # each query also costs CPU time in both processes
             found = Taken(time.perf_counter() - wall, time.process_time() + ask.cpu_seconds() - cpu)
             ask("/unregister", {"instance_id": 0, "model_name": model})
             publisher.settle(lambda: not publisher.subscriptions())
@@ -94,7 +92,9 @@ def _medians(ask: Indexer, dialect: str, *ways: Callable[[Any], None]) -> list[T
 
 
 class Indexer:
-    """`python -m dynamo.indexer`, which runs within the context; a call asks it, over one connection."""
+    """A process `python -m dynamo.indexer` that runs within the context; a call sends it a request, over one
+    connection.
+    """
 
     def __init__(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as taken:
@@ -111,7 +111,7 @@ class Indexer:
         return json.loads(read)
 
     def cpu_seconds(self) -> float:
-        """CPU time of its threads so far, as Linux counts it, in ns."""
+        """Return the CPU seconds of its threads so far; Linux counts them in ns."""
         threads = Path(f"/proc/{self._process.pid}/task").iterdir()
         return sum(int((thread / "schedstat").read_text().split()[0]) for thread in threads) / 1e9
 

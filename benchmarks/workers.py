@@ -1,4 +1,4 @@
-"""Workers beside the real engines that they model, and memory of every backend over a long replay."""
+"""Workers compared with the real engines that they model, and memory of every backend over a long replay."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_kvmock import BACKENDS, CapturingSink, Prompt, Removed, Stored
 from pytest_kvmock.engines import KvWorker
 
 TIMES = 3
-"""How often that a worker should do."""
+"""The multiple of a real engine's speed that a worker should reach."""
 
 REPLAYED = 100_000
 
@@ -34,7 +34,7 @@ def serve(worker, prompts):
 
 
 def run(backend):
-    """Events are captured, and taken after each request, as from the real managers."""
+    """Serve the workload; take the captured events after each request, as from the real managers."""
     sink = CapturingSink()
     worker = new_worker(backend, sink)
     for prompt in prompts():
@@ -43,7 +43,7 @@ def run(backend):
 
 
 def heard(backend):
-    """All that a worker says over the workload, each event as `row_of` has it."""
+    """Return all events of a worker over the workload, in the form of `row_of`."""
     sink = CapturingSink()
     serve(new_worker(backend, sink), prompts())
     rows = []
@@ -64,9 +64,9 @@ def prompts():
 
 
 def beside_real_engines():
-    """Each real manager that is installed, and the worker that models it: they must publish the same.
+    """Measure each installed real manager and the worker that models it; both must publish the same events.
 
-    Prompts have been hashed before, as the real managers' are.
+    Prompts are hashed before, as for the real managers.
     """
     missing = []
     for real in (Vllm, Sglang):
@@ -88,16 +88,16 @@ def beside_real_engines():
 
 
 class Nobody:
-    """Hears everything and keeps nothing."""
+    """A sink that keeps nothing."""
 
     def publish(self, event, storage_tier, token_ids):
         pass
 
 
 def memory():
-    """Fresh prompts over and over: what stays is what is cached, however many requests there were."""
+    """Measure fresh prompts repeatedly: only cached blocks may stay, whatever the number of requests."""
     for backend, spec in BACKENDS.items():
-        if spec.group == "hybrid":  # some take no prompts of hashes alone
+        if spec.group == "hybrid":  # some take no prompts by hashes only
             continue
         worker = new_worker(backend, Nobody())
         prompts = fresh_prompts()
@@ -112,7 +112,7 @@ def memory():
 
 
 def fresh_prompts():
-    """Blocks that no other request has, three a request and a token more, beside one that many have."""
+    """Yield prompts of one block that many requests share, three new blocks, and one more token."""
     for number in range(REPLAYED):
         hashes = [number % 64, *(2**32 + 4 * number + i for i in range(3))]
         yield Prompt(hashes=hashes, num_tokens=len(hashes) * workload.BLOCK_SIZE + 1)

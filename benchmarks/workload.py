@@ -1,4 +1,4 @@
-"""The one workload that managers, indexes and peers are measured with.
+"""The common workload of managers, indexes and peers.
 
 10,000 requests of 32 blocks of 16 tokens, one at a time; the first half of each request's blocks is shared by one of 64
 groups, and the cache has 8,192 blocks. A block counts once, for its Use and its Deref together.
@@ -24,7 +24,7 @@ class Request(NamedTuple):
     plhs: list[int]
 
     def moves(self):
-        """Its Use, and its Derefs as the real scheduler sends them: one a block, tail first."""
+        """Return its Use, and its Derefs as the real scheduler sends them: one per block, tail first."""
         return [Use(self.blocks, self.local, self.plhs), *(Deref([block]) for block in reversed(self.blocks))]
 
 
@@ -47,13 +47,13 @@ def moves() -> list[list[Use | Deref]]:
 
 @cache
 def moves_of_a_worker() -> list[list[Use | Deref]]:
-    """The same with one Deref a request, as `KvWorker` sends it."""
+    """Return the same moves with one Deref per request, as `KvWorker` sends it."""
     return [[Use(r.blocks, r.local, r.plhs), Deref(r.blocks[::-1])] for r in requests()]
 
 
 @cache
 def tokens() -> list[list[int]]:
-    """Tokens of the same requests, for who hashes them: blocks that have one hash have the same tokens."""
+    """Return the tokens of the same requests, for code that hashes them: blocks with equal hashes have equal tokens."""
     known: dict[int, list[int]] = {}
     rng = random.Random(1)
     for request in requests():
@@ -65,7 +65,7 @@ def tokens() -> list[list[int]]:
 
 @cache
 def events() -> list[RouterEvent]:
-    """What a worker with an lru cache publishes for it: about 20,000 events of 16 blocks."""
+    """Return the events of a worker with an lru cache: about 20,000 events of 16 blocks."""
     sink = CapturingSink()
     serve(create_manager("lru", num_blocks=CAPACITY, block_size=BLOCK_SIZE, sink=sink))
     return sink.router_events
@@ -79,7 +79,7 @@ def serve(manager, of=moves) -> None:
 
 
 def write_trace(path: Path) -> None:
-    """The same requests in the Mooncake format, for the peers that replay traces; ids there are 32-bit tokens."""
+    """Write the same requests in the Mooncake format, for peers that replay traces; ids there are 32-bit tokens."""
     ids: dict[int, int] = {}
     with path.open("w") as out:
         for request in requests():

@@ -1,11 +1,11 @@
 """Registers the backend of `custom_backend/`.
 
-pytest reads this conftest before it collects, whether it is started as `pytest`, `pytest examples` or
-`pytest examples/custom_backend`. Backends are read before that, so the hook stands here and not beside the backend; in
-a project of your own, the conftest of the root or of a directory in `testpaths` is the place.
+pytest reads this conftest before collection, whether it is started as `pytest`, `pytest examples` or
+`pytest examples/custom_backend`. Backends are read before collection, so the hook is here and not next to the
+backend; in your own project, put it into the conftest of the root or of a directory in `testpaths`.
 
-It also says which repeats run only where the environment variable KVMOCK_DEEP is 1: the same test over another engine,
-and the costly tests of a contract for its second and third class. An id that you name on the command line always runs.
+It also lists repeats that run only if the environment variable KVMOCK_DEEP is 1: the same test over another engine, and
+the costly tests of a contract for its second and third class. An id that you name on the command line always runs.
 """
 
 import os
@@ -26,13 +26,13 @@ COSTLY = "test_it_follows_live_traffic|test_it_holds_what_a_fleet_has|test_a_loo
 OF_PAIRS = (
     "test_pairs_|test_prompts_are_computed|test_no_prefill|test_the_load_of_prefill|test_legs_meet|test_each_role"
 )
-DEEP = [  # by what follows the directory; each says what of it a quick run has
-    # TestMyIndex has them.
+DEEP = [  # patterns of ids below this directory; each comment names the part that a quick run keeps
+    # TestMyIndex keeps them.
     rf"own_index/.*::(TestTokenIndex|TestHashIndex|TestQueuedIndex)::({COSTLY})$",
-    # TestCacheAware, which says its beliefs, TestDynamoCost, which has a selector, and TestKvCacheAware, of
+    # TestCacheAware, which reports its beliefs, TestDynamoCost, which has a selector, and TestKvCacheAware of
     # TensorRT-LLM.
     r"routing/test_routing_contract\.py::(TestTwoChoices|TestHashRing|TestAibrixRule|TestScorers|TestRayRule)::",
-    # A window and a state, one of each product.
+    # A window and a state, one from each product.
     r"routing/test_hybrid_routing\.py::test_who_counts.*\[(vllm_qwen3_next|sglang_gpt_oss)\]$",
     r"routing/test_hybrid_routing\.py::test_where_conversations_branch.*\[vllm_qwen3_next\]$",
     r"routing/test_hybrid_routing\.py::test_of_plain_models.*\[vllm\]$",

@@ -1,9 +1,9 @@
 """Mock KV-cache engines, event sinks and a router index that checks every event.
 
-The names that most tests need are here; they are loaded when they are first used (PEP 562), so that a test suite that
-has the plugin installed and does not use it pays for none of them. The others are behind nine doors: `values`,
+The names that most tests need are here. They are loaded on first use (PEP 562): a test suite that has the plugin
+installed but does not use it loads none of them. The other public names are in nine modules and packages: `values`,
 `engines`, `wire` (with `wire.sockets`), `oracle`, `fleets`, `harness` (with `harness.reduce`), `servers`, `testing` and
-the folders of `contrib`. Names that none of them exports may change with any release.
+the folders of `contrib`. Any name that these do not export may change with any release.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The command, `python -m pytest_kvmock`: check a capture, record an engine, serve engines, list backends, and what
-entry points add.
+"""The command, `python -m pytest_kvmock`: check a capture, record an engine, serve engines, list backends, and the
+commands that entry points add.
 
-It exits with 0 where all is well, 1 where a stream has problems or nothing was received, 2 where it was asked for what
-cannot be done, with one line that says why.
+The exit code is 0 if all is well, 1 if a stream has problems or nothing was received, and 2 if the request cannot be
+carried out; one line then says why.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 import signal
 
 if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-    # Ctrl-C while modules are loaded ends the process, and shows no traceback of theirs. `main` changes it back.
+    # Ctrl-C during the imports ends the process without a traceback. `main` restores Python's handler.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 import argparse
@@ -33,16 +33,16 @@ PROBLEMS: Final = 1
 UNUSABLE: Final = 2
 
 COMMANDS: Final = "pytest_kvmock.commands"
-"""The entry points of further commands: each is a function of the subparsers and of the parser of `-p`, which adds
-one."""
+"""The entry-point group of further commands. Each is a function that takes the subparsers and the parser of `-p`, and
+adds one command."""
 
 LONG: Final = 8_000_000
-"""Bytes of a file from which on progress is shown, on a terminal."""
+"""Size of a file, in bytes, from which progress is shown on a terminal."""
 
 
 def parser(called: str | None = None) -> argparse.ArgumentParser:
-    """The arguments of the command. Those of entry points are loaded where no other is called: they take a third of
-    the time that the command needs to start.
+    """Return the argument parser of the command. Commands of entry points are loaded only if `called` is none of the
+    built-in ones: loading them takes a third of the start-up time.
     """
     from pytest_kvmock.servers.serve.command import add_parsers
 
@@ -141,7 +141,7 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
 
 
 def _add(point: EntryPoint, commands: Any, plugins: argparse.ArgumentParser) -> None:
-    """Add a command of another distribution, or of `contrib`; one that cannot be loaded is refused when it is
+    """Add a command of another distribution, or of `contrib`. A command that cannot be imported is refused when it is
     called.
     """
     try:
@@ -160,7 +160,7 @@ def _add(point: EntryPoint, commands: Any, plugins: argparse.ArgumentParser) -> 
 
 
 def _path(text: str) -> str:
-    """Return a path that was given; an empty one would be that of the directory where one is."""
+    """Return the given path; refuse an empty one, which `Path` would take for the current directory."""
     if not text:
         raise argparse.ArgumentTypeError("a path is expected, got ''")
     return text
@@ -198,7 +198,9 @@ def _say(text: str) -> None:
 
 @contextmanager
 def _loaded(modules: Sequence[str]) -> Iterator[None]:
-    """Have the dialects and backends of these modules while the context lasts; pytest is loaded for them alone."""
+    """Register the dialects and backends of these modules while the context lasts; pytest is imported only if there are
+    any.
+    """
     with ExitStack() as stack:
         if modules:
             from pytest_kvmock.plugin.command_plugins import loaded
@@ -244,7 +246,7 @@ def _check(given: argparse.Namespace) -> int:
 
 
 def _checked(path: Path, given: argparse.Namespace) -> Checked:
-    """Judge one file, and show on a terminal how far it is."""
+    """Check one file, and show the progress on a terminal."""
     from pytest_kvmock.servers.capture.check import check_file
 
     progress = _bytes_read(path)
@@ -266,7 +268,7 @@ def _checked(path: Path, given: argparse.Namespace) -> Checked:
 
 
 def _bytes_read(path: Path) -> Progress | None:
-    """What shows how far the reading of a file is; None if no terminal shows it, or it is soon done."""
+    """Return the function that shows the progress of reading a file; None without a terminal, or for a small file."""
     try:
         size = path.stat().st_size
     except OSError:
@@ -335,7 +337,7 @@ def _dialects(_: argparse.Namespace) -> int:
 
 
 def _list(texts: Mapping[str, str]) -> int:
-    """Write names, each with a text, in two columns."""
+    """Print names and their texts in two columns."""
     width = max(map(len, texts))
     for name, text in texts.items():
         _say(f"{name:<{width}}  {text}")

@@ -1,8 +1,7 @@
-"""Two ways in which workers of an engine share prefixes: a worker gets from a peer what that has, or is put it by a
-peer.
+"""Two ways in which workers of an engine share prefixes: a worker gets blocks from a peer, or a peer puts them.
 
-It is what `test_prefix_exchange.py` tests, on the mock of dynamo-llm's block manager. Between workers go messages,
-which are bytes, and payloads, which the block managers transfer. A worker that cannot get a block computes it.
+`test_prefix_exchange.py` tests this code on the mock of dynamo-llm's block manager. Workers exchange messages, which
+are bytes, and payloads, which the block managers transfer. A worker that cannot get a block computes it.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from pytest_kvmock.contrib.block_manager import (
 
 
 def compute(content: TokenBlock) -> bytes:
-    """Return the keys and values of a block; a real engine has the model for that."""
+    """Return the keys and values of a block; a real engine computes them with its model."""
     return content.sequence_hash.to_bytes(8, "little") * 4
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """Where the blocks of a prompt came from."""
+    """The sources of a prompt's blocks, as counts."""
 
     cached: int
     received: int
@@ -44,8 +43,8 @@ class Worker:
 
     Attributes:
         manager: its block manager.
-        peer: the worker that it asks for blocks, if there is one.
-        on_lend: called when blocks were described for a peer, before that gets them; for tests.
+        peer: the worker that it asks for blocks; None: no peer.
+        on_lend: called after blocks were described for a peer, before the peer gets them; for tests.
     """
 
     def __init__(self, manager: KvBlockManager, on_lend: Callable[[], None] = lambda: None) -> None:
@@ -65,7 +64,7 @@ class Worker:
     # ------------------------------------------------------------------------------------------------- prompts
 
     def serve(self, tokens: Sequence[int]) -> Served:
-        """Have all blocks of a prompt: cached ones first, then the peer's, the rest is computed."""
+        """Serve a prompt: use cached blocks first, then the peer's, and compute the rest."""
         chain = self.chain(tokens)
         hashes = [content.sequence_hash for content in chain]
         with self.pool.match_sequence_hashes_blocking(hashes) as cached:
@@ -81,7 +80,7 @@ class Worker:
         return Served(len(cached), received, len(missing) - received)
 
     def _get(self, hashes: list[int], blocks: Sequence[MutableBlock]) -> int:
-        """Get as many of these blocks as the peer has, and return how many."""
+        """Get as many of these blocks as the peer has, and return their number."""
         message = self.peer.lend(hashes) if self.peer is not None else None
         if self.peer is None or message is None:
             return 0
@@ -97,7 +96,7 @@ class Worker:
     # ------------------------------------------------------------------------------------- messages of its peer
 
     def lend(self, hashes: Sequence[int]) -> bytes | None:
-        """Describe the leading run of these blocks that is here, and hold them until they are taken back."""
+        """Describe the cached leading run of these blocks, and hold them until they are taken back."""
         found = self.pool.match_sequence_hashes_blocking(hashes)
         if not found:
             return None
@@ -107,19 +106,19 @@ class Worker:
         return message
 
     def take_back(self) -> None:
-        """Give up the blocks that were lent first; the peer has them, or will not get them."""
+        """Release the blocks that were lent first; the peer has them, or will not get them."""
         if self._lent:
             self._lent.pop(0).close()
             self.manager.flush()
 
     def reserve(self, count: int) -> bytes:
-        """Describe so many blocks for the peer to write."""
+        """Describe `count` blocks for the peer to write."""
         blocks = self.pool.allocate_blocks_blocking(count)
         self._reserved.append(blocks)
         return blocks.as_block_descriptor_set().to_bytes()
 
     def receive(self, tokens: Sequence[int]) -> None:
-        """Take in the blocks that were reserved first: the peer wrote those of this prompt."""
+        """Register the blocks that were reserved first, which the peer has written for this prompt."""
         blocks = self._reserved.pop(0)
         for block, content in zip(blocks, self.chain(tokens), strict=True):
             block.apply_token_block(content)
@@ -127,7 +126,7 @@ class Worker:
         self.manager.flush()
 
     def push(self, tokens: Sequence[int], to: Worker) -> None:
-        """Put all blocks of a prompt into blocks of another worker, as a prefill worker does for one that decodes."""
+        """Put all blocks of a prompt into blocks of another worker, as a prefill worker does for a decode worker."""
         self.serve(tokens)
         hashes = [content.sequence_hash for content in self.chain(tokens)]
         targets = self.manager.get_remote_blocks_mutable(BlockDescriptorList.from_bytes(to.reserve(len(hashes))))

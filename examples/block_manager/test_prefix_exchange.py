@@ -1,7 +1,7 @@
-"""Two workers that exchange prefixes: what is transferred is not computed, and what cannot be transferred is.
+"""Two workers that exchange prefixes: transferred blocks are not computed, and blocks that cannot be transferred are.
 
-The mock moves the payloads, so a test sees that the right ones arrived. `kv_fabric` cuts links and counts transfers. As
-the tests have `kv_events`, the managers publish, and what they publish is judged, as a router would see it.
+The mock moves the payloads, so a test can check that the right ones arrived. `kv_fabric` cuts links and records
+transfers. As the tests use `kv_events`, the managers publish, and their events are checked as a router would see them.
 """
 
 import pytest
@@ -58,7 +58,7 @@ def test_a_router_sees_both_workers(workers, kv_index, kv_events):
     one, other = workers
     one.serve(FIRST)
     other.serve(SECOND)
-    kv_events.assert_no_event_errors(at_least=2)  # and what each published is what it holds
+    kv_events.assert_no_event_errors(at_least=2)  # each worker's events agree with its blocks
     held = {worker.manager.worker_id(): blocks for worker, blocks in ((one, 3), (other, 5))}
     assert held == {
         worker: blocks for (worker, _), blocks in kv_index.find_matches(block_hashes(SECOND, PAGE)).scores.items()
@@ -78,7 +78,7 @@ def test_a_peer_that_was_closed_is_done_without(workers):
     one, other = workers
     one.serve(FIRST)
     one.on_lend = one.manager.close
-    one.take_back = lambda: None  # a closed manager answers no message
+    one.take_back = lambda: None  # a closed manager answers no messages
     assert Served(cached=0, received=0, computed=5) == other.serve(SECOND)
     assert [compute(content) for content in other.chain(SECOND)] == payloads(other, SECOND)
 
@@ -87,7 +87,7 @@ def test_a_peer_that_does_not_hold_what_it_lends_is_found_out(workers):
     one, other = workers
     one.serve(FIRST)
 
-    def evict():  # the bug: blocks are given up before they were fetched, and others take their place
+    def evict():  # the bug: blocks are released before they were fetched, and others take their place
         one.take_back()
         with one.pool.allocate_blocks_blocking(one.pool.available_blocks) as blocks:
             for block in blocks:

@@ -1,6 +1,6 @@
-"""Events that come as maps, as vLLM 0.24 and later write them, are dropped by a decoder of arrays.
+"""A decoder of arrays drops events that are maps, as vLLM 0.24 and later write them.
 
-Up to 0.23 an event was an array. The decoder takes anything else for malformed, and nothing says so.
+Up to 0.23 an event was an array. The decoder silently takes anything else for malformed.
 """
 
 import msgspec
@@ -12,12 +12,12 @@ from pytest_kvmock.wire import Batch, encode
 
 
 class WireIndex(HashIndex):
-    """What an engine publishes comes to it as bytes."""
+    """An index that receives an engine's events as bytes."""
 
     def apply(self, event):
         _, events, _ = msgspec.msgpack.decode(encode(Batch([event]), "vllm-0.24"))
         for fields in events:
-            if isinstance(fields, list):  # else it is malformed
+            if isinstance(fields, list):  # otherwise it is malformed
                 self.take(self.held[self.owner(event)], *fields)
 
     def take(self, blocks, tag, hashes=(), parent=None, tokens=(), block_size=0, *_):

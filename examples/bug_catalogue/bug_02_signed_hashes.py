@@ -1,6 +1,6 @@
 """Hashes are read as unsigned numbers in one place and as signed ones in another.
 
-Here the decoder of Removed reads an i64. Half of all hashes come out negative, and nothing removes their blocks.
+Here the decoder of Removed reads an i64. Half of all hashes become negative, and their blocks are never removed.
 """
 
 import pytest

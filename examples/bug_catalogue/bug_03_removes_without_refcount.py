@@ -1,6 +1,6 @@
 """A block that is held twice and removed once is dropped.
 
-The index knows workers and no ranks. Both ranks of a worker hold the block; one of them evicts it.
+The index knows workers, but not ranks. Both ranks of a worker hold the block; one of them evicts it.
 """
 
 import pytest
@@ -12,7 +12,7 @@ class NoRefcount(HashIndex):
         return event.worker_id
 
     def remove(self, blocks, block):
-        blocks.pop(block, None)  # and not: one holder less
+        blocks.pop(block, None)  # instead of counting one holder less
 
 
 @pytest.fixture

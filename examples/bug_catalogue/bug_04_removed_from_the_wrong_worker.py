@@ -1,4 +1,4 @@
-"""What one worker evicts is removed from all."""
+"""A block that one worker evicts is removed from all workers."""
 
 import pytest
 from sound_index import HashIndex

@@ -1,4 +1,4 @@
-"""A Cleared is an event of a kind that the index does not know."""
+"""The index does not know Cleared, and ignores it."""
 
 import pytest
 from sound_index import HashIndex

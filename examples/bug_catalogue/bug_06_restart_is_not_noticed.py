@@ -1,4 +1,4 @@
-"""A worker restarts: its event ids begin with 0 again, its cache is empty, and the index believes in what it had."""
+"""A worker restarts: its event ids begin with 0 again, its cache is empty, and the index keeps its old blocks."""
 
 import pytest
 from sound_index import HashIndex
@@ -6,7 +6,7 @@ from sound_index import HashIndex
 
 @pytest.fixture
 def kv_index():
-    return HashIndex()  # looks at no event id
+    return HashIndex()  # does not check event ids
 
 
 @pytest.mark.kvmock(survive=["restart"])

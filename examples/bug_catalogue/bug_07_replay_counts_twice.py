@@ -1,4 +1,4 @@
-"""After a gap the events are replayed, one that had arrived among them: its blocks are counted twice, and never go."""
+"""A replay after a gap repeats an event that had arrived: its blocks are counted twice, and never removed."""
 
 from collections import Counter
 

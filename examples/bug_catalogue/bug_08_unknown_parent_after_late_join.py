@@ -1,4 +1,4 @@
-"""A router that joins late has no parent of what it receives; it drops the blocks, and asks nobody for the rest."""
+"""A router that joins late has no parents of the blocks that it receives; it drops them, and requests no replay."""
 
 import pytest
 from sound_index import HashIndex

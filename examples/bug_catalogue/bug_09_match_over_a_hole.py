@@ -1,13 +1,13 @@
-"""Blocks behind a hole are counted: the engine cannot reuse them.
+"""The index counts blocks behind a hole, which the engine cannot reuse.
 
-Schedulers free the tail of a request first, so that a hole is rare (`multi_lru` makes them by itself). Freed by hand,
-root first, `lru` evicts the head of a prompt and keeps the rest.
+Schedulers free the tail of a request first, so that holes are rare (`multi_lru` makes them by itself). If blocks are
+freed by hand, root first, `lru` evicts the head of a prompt and keeps the rest.
 """
 
 import pytest
 from sound_index import HashIndex
 
-PROMPT = [1, 2, 3, 4]  # made by hand: any number names a block, and is its local hash too
+PROMPT = [1, 2, 3, 4]  # made by hand: any number can be a block's name and local hash
 
 
 class CountsWhatItHas(HashIndex):

@@ -1,6 +1,6 @@
-"""An engine publishes the tokens of more blocks than it names: a router that cuts them up by itself counts too many.
+"""An engine publishes the tokens of more blocks than it names: a router that splits the tokens counts too many blocks.
 
-Layers that keep a state for every so many tokens name only the blocks at which they keep one; the tokens are all there.
+Layers that keep a state at regular intervals name only the blocks at which they keep one, but publish all tokens.
 """
 
 from pytest_kvmock import Stored

@@ -1,4 +1,4 @@
-"""A radix tree splits a node, and publishes the lower half as removed, though it is cached as before."""
+"""A radix tree splits a node, and publishes the lower half as removed, although it is still cached."""
 
 from pytest_kvmock import Removed, Stored
 
@@ -13,7 +13,7 @@ class RadixCache:
             shared = sum(mine == theirs for mine, theirs in zip(node, blocks, strict=True))
             if shared:
                 self.nodes[i : i + 1] = [node[:shared], node[shared:]]
-                self.publish(Removed(tuple(node[shared:])))  # the node was split; its blocks are not
+                self.publish(Removed(tuple(node[shared:])))  # only the node was split; its blocks stay
                 parent, new = blocks[shared - 1], blocks[shared:]
                 break
         self.nodes.append(new)

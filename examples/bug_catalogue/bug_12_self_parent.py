@@ -1,4 +1,4 @@
-"""Blocks are named by their content alone: a prompt that says the same twice has a block that is its own parent."""
+"""Block names depend only on their own content: a prompt that repeats a block has a block that is its own parent."""
 
 from zlib import crc32
 
@@ -12,7 +12,7 @@ class ContentCache:
     def insert(self, tokens, block_size=4):
         parent = None
         for start in range(0, len(tokens), block_size):
-            block = crc32(bytes(tokens[start : start + block_size]))  # and not: of the parent and the content
+            block = crc32(bytes(tokens[start : start + block_size]))  # should be a hash of parent and content
             self.publish(Stored(parent, (block,), (block,)))
             parent = block
 

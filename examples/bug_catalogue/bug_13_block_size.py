@@ -1,4 +1,4 @@
-"""The router cuts prompts into blocks of another size than the engine does."""
+"""The router splits prompts into blocks of another size than the engine's."""
 
 from collections import defaultdict
 from itertools import takewhile
@@ -21,7 +21,7 @@ class TokenIndex:
             for block, tokens in zip(data.block_hashes, event.token_ids, strict=True):
                 prefix = blocks[block] = (*prefix, *tokens)
         else:
-            for block in list(getattr(data, "block_hashes", blocks)):  # a Cleared names none and means all
+            for block in list(getattr(data, "block_hashes", blocks)):  # a Cleared names no blocks and means all
                 blocks.pop(block)
 
     def match_tokens(self, tokens):
@@ -31,7 +31,7 @@ class TokenIndex:
 
 @pytest.fixture
 def kv_index():
-    return TokenIndex(block_size=32)  # the default of some other place; the engine's is 16
+    return TokenIndex(block_size=32)  # a default from elsewhere; the engine's is 16
 
 
 def test_a_warm_prompt_is_known(kv_harness, kv_prompt):

@@ -1,7 +1,7 @@
-"""The cache groups of a hybrid model are one to the index, so a window that slides takes blocks of full attention.
+"""The index takes the cache groups of a hybrid model for one: a sliding window removes blocks of full attention.
 
-Such a model publishes each block once for each of its groups, under the same hash. The window of group 1 moves on, and
-its first block goes; the prefix is still there in group 0.
+The engine publishes each block once for each group, under the same hash. The window of group 1 moves on, and its first
+block is removed; group 0 still holds the prefix.
 """
 
 import pytest
@@ -12,7 +12,7 @@ from pytest_kvmock import Removed, Stored
 
 @pytest.fixture
 def kv_index():
-    return HashIndex()  # looks at no group_idx
+    return HashIndex()  # does not check group_idx
 
 
 def test_a_prefix_is_there_while_full_attention_has_it(kv_sink):

@@ -1,4 +1,4 @@
-"""A block leaves the host's memory, and the index forgets that the device has it too."""
+"""A block leaves the host's memory, and the index removes it from the device, too."""
 
 import pytest
 from sound_index import HashIndex
@@ -8,7 +8,7 @@ from pytest_kvmock import Removed, StorageTier, Stored
 
 @pytest.fixture
 def kv_index():
-    return HashIndex()  # looks at no storage_tier
+    return HashIndex()  # does not check storage_tier
 
 
 def test_a_block_is_there_while_the_device_has_it(kv_sink):

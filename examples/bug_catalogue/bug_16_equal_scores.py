@@ -1,4 +1,4 @@
-"""Nobody holds the prompt, so that all scores are equal, and the first worker takes everything: a hot spot."""
+"""No worker holds the prompt, so all scores are equal, and the first worker gets all requests: a hot spot."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from pytest_kvmock.fleets import FleetRequest
 
 class BestScore:
     def pick(self, request, candidates):
-        return max(candidates, key=lambda each: each.overlap).worker  # of equals the first
+        return max(candidates, key=lambda each: each.overlap).worker  # the first of equals
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Loads are polled now and then: until the next poll, all requests go to the worker that was idle at the last one."""
+"""Loads are polled at intervals: until the next poll, all requests go to the worker that was idle at the last poll."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""A request is counted when it goes out, and a request that is lost with its worker is never counted off."""
+"""A request is counted when it is dispatched, and stays counted if it is lost with its worker."""
 
 import pytest
 
@@ -19,7 +19,7 @@ class CountsRequests:
         self.sent[request] = worker
 
     def finished(self, request):
-        if request.status == "finished":  # and what of those that end in another way?
+        if request.status == "finished":  # requests that end in another way are missing
             self.open[self.sent.pop(request)] -= 1
 
     def loads(self):

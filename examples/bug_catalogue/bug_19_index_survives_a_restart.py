@@ -1,4 +1,4 @@
-"""A worker restarts, the router is told, and its index goes on with what the worker held before."""
+"""A worker restarts, the router is notified, and its index keeps the worker's old blocks."""
 
 import pytest
 from sound_index import HashIndex
@@ -22,7 +22,7 @@ class MostCached:
         self.index.apply(event)
 
     def worker_removed(self, worker):
-        """Its connection is closed, say; nobody thought of the index."""
+        """Close the connection, for example, but forget the index."""
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Each data-parallel rank has a cache of its own, and the router adds up what the ranks of a worker hold."""
+"""Each data-parallel rank has a separate cache, but the router adds up the blocks of a worker's ranks."""
 
 from collections import Counter
 

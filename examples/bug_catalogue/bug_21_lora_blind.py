@@ -1,6 +1,4 @@
-"""The same tokens with another LoRA adapter are other blocks; the router hashes tokens alone, and finds none of
-them.
-"""
+"""The same tokens with another LoRA adapter are other blocks; the router hashes only tokens, and finds no block."""
 
 import pytest
 from sound_index import HashIndex
@@ -14,7 +12,7 @@ class MostCached:
         self.index = HashIndex()
 
     def overlap(self, request):
-        local_hashes = block_hashes(request.tokens, request.block_size)  # and request.lora_name?
+        local_hashes = block_hashes(request.tokens, request.block_size)  # without request.lora_name
         return {worker: blocks for (worker, _), blocks in self.index.find_matches(local_hashes).items()}
 
     def pick(self, request, candidates):

@@ -1,7 +1,7 @@
-"""A block is there as long as any cache group has it: windows and states that outlive a prefix make one of their own.
+"""The index holds a block as long as any cache group has it: windows and states that outlive a prefix seem to be one.
 
-The index counts copies, and so it is right while a model has one group. Of a hybrid model each group evicts by itself:
-the attention group loses the tail of the prefix, and a window still has it, of which no request can go on.
+The index counts copies, which is right for a model with one group. In a hybrid model each group evicts by itself: the
+attention group loses the tail of the prefix, and a window still has it, but no request can resume from that.
 """
 
 from collections import Counter

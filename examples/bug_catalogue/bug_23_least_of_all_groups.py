@@ -1,7 +1,7 @@
-"""The index takes the least that any cache group has of a prompt, as all of them are needed: so there is never a hit.
+"""The index takes the minimum over all cache groups, as all of them are needed: there is never a hit.
 
 Of a long prompt a state group keeps the state at its end, and a window group the last blocks. Neither has a prefix from
-the first block on, and both have what the next request needs.
+the first block on, but both have what the next request needs.
 """
 
 from collections import defaultdict
@@ -18,7 +18,7 @@ class LeastOfGroups:
 
     def apply(self, event):
         tree = self.groups[(event.extra or {}).get("group_idx", 0)]
-        if not isinstance(event.event.data, SparseStored):  # of a span it is not known which blocks were kept
+        if not isinstance(event.event.data, SparseStored):  # a span does not show which blocks were kept
             tree.apply(RouterEvent(event.worker_id, event.event, event.storage_tier))
 
     def find_matches(self, local_hashes):

@@ -1,15 +1,15 @@
-"""The tokens of a Stored are divided by its hashes, so that those of a window get the tokens of other blocks.
+"""The index divides the tokens of a Stored by its hashes, so that hashes of a window get the tokens of other blocks.
 
-A window names the blocks that it kept of a span, and the tokens are those of the whole span. The second question about
-a document leaves a window at the end of the document, and one at its own: the name of the first then stands for half of
-the span. What comes after it in the attention group is put in the wrong place: the third question is not found.
+A window names only the blocks that it kept of a span, but has the tokens of the whole span. The second question about a
+document leaves a window at the end of the document, and one at its own end: the name of the first then stands for half
+of the span. Later blocks of the attention group get the wrong place: the third question is not found.
 """
 
 import pytest
 
 
 class DividesSpans:
-    """Of each worker the blocks by name, each with all tokens up to its end."""
+    """An index of blocks by name, each with all tokens up to its end."""
 
     def __init__(self, block_size):
         self.size, self.blocks, self.held = block_size, {}, set()

@@ -1,7 +1,8 @@
-"""Parents are looked up in one list for all cache groups: what a window removes is unknown to the attention group, too.
+"""Parents are looked up in one list for all cache groups: a parent that a window removes is unknown to the attention
+group, too.
 
-The window lets its copy of a block go, the attention group still has its own, and stores what comes after it. The index
-refuses that, as its parent is not there, and all that follows.
+The window removes its copy of a block, the attention group still has its own, and stores the next block. The index
+refuses this block and all later ones, as the parent is missing.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""A prompt's tail is counted as a block: it is half of one, and a prompt may share that and go on otherwise.
+"""A prompt's tail is counted as a block: it is half of one, and another prompt may share it and continue differently.
 
-Where hashes are of fewer tokens than blocks, an engine names the last whole unit of a prompt, too: a Stored of one
-block, of fewer tokens. The index walks from piece to piece of the tokens, and counts each.
+If hashes cover fewer tokens than blocks, an engine also names the last whole unit of a prompt: a Stored of one block
+with fewer tokens. The index walks through the tokens piece by piece, and counts each piece.
 """
 
 from collections import defaultdict
@@ -16,7 +16,7 @@ FULL = group_extra(3, "full_attention")
 
 class CountsPieces:
     def __init__(self):
-        self.after = defaultdict(dict)  # by parent: of each piece the tokens
+        self.after = defaultdict(dict)  # by parent: the tokens of each piece
         self.parents = {}
 
     def apply(self, event):

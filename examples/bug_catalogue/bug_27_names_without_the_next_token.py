@@ -1,8 +1,6 @@
-"""The router names a prompt's blocks as an engine without a draft model does, so it finds none of an engine that has
-one.
+"""The router names blocks as an engine without a draft model does, so it finds no block of an engine with one.
 
-With MTP, vLLM's names cover the next token too. By plain names nothing is ever found, where the engine reuses nearly
-all.
+With MTP, vLLM's names also cover the next token. Plain names never match, although the engine reuses nearly all blocks.
 """
 
 from collections import defaultdict

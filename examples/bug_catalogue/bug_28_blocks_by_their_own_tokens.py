@@ -1,7 +1,7 @@
-"""The router knows blocks by their own tokens alone, so that two with another next token are one to it.
+"""The router identifies blocks by their own tokens only, so that two blocks with different next tokens are one.
 
-The index counts copies. When one of the twins is removed, it promises that prompt's last block all the same, by the
-other.
+The index counts copies. When one of the twins is removed, the other still makes it promise the last block of the first
+prompt.
 """
 
 from collections import Counter

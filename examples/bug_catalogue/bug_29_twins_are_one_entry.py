@@ -1,7 +1,7 @@
 """The router has one entry for blocks with the same tokens: when one of two twins is removed, both are gone.
 
-Dynamo 1.6.1 does not read the next tokens of an event, so that twins join one node, and the first Removed takes the
-worker off.
+Dynamo 1.6.1 does not read the next tokens of an event, so that twins share one node, and the first Removed removes the
+worker from it.
 """
 
 import pytest

@@ -1,7 +1,7 @@
-"""A flag says that the engine has EAGLE, so the router asks by windows of one token more; the stream has plain tokens.
+"""A flag declares EAGLE, so the router looks up windows with one more token; the stream has plain tokens.
 
-SGLang keys its tree by pairs with EAGLE, but not where the model keeps recurrent states (Qwen3-Next): the stream shows
-it, the algorithm does not.
+With EAGLE, SGLang keys its tree by pairs, except for models with recurrent states (Qwen3-Next). The stream shows this,
+the flag does not.
 """
 
 import pytest
@@ -11,7 +11,7 @@ from pytest_kvmock import block_hashes
 
 
 class WindowsByFlag(HashIndex):
-    find_matches = None  # it is asked by tokens, and hashes them as its flag says
+    find_matches = None  # it is queried by tokens, and hashes them according to its flag
 
     def match_tokens(self, tokens):
         return HashIndex.find_matches(self, block_hashes(tokens, 16, eagle=True))

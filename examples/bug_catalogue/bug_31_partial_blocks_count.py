@@ -1,6 +1,7 @@
 """A partial block is counted as a block: TensorRT-LLM stores the last block of a sequence with the tokens that it has.
 
-The index walks from piece to piece of the tokens, and counts each. No prompt has a partial block as one of its own.
+The index walks through the tokens piece by piece, and counts each piece. No prompt has a partial block among its whole
+blocks.
 """
 
 from collections import defaultdict
@@ -12,7 +13,7 @@ from pytest_kvmock import Removed, Stored
 
 class CountsPieces:
     def __init__(self):
-        self.after = defaultdict(dict)  # by parent: of each piece the tokens
+        self.after = defaultdict(dict)  # by parent: the tokens of each piece
         self.parents = {}
 
     def apply(self, event):

@@ -1,6 +1,6 @@
-"""An Updated is read as a loss: TensorRT-LLM offloads a block to its host, and still has it.
+"""An Updated is taken for a loss: TensorRT-LLM offloads a block to its host, and still has it.
 
-The index takes Updated, and drops what goes to level 1.
+The index receives Updated, and drops blocks that move to level 1.
 """
 
 import pytest

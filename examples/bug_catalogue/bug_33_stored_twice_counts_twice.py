@@ -1,6 +1,8 @@
-"""What is stored twice is counted twice: in TensorRT-LLM a leaf that a partial match takes leaves without a Removed.
+"""A block that is stored twice is counted twice: in TensorRT-LLM a leaf that a partial match takes leaves without a
+Removed.
 
-It comes back as another block; when its old content is computed again, a second Stored names it. One Removed takes it.
+The leaf becomes another block; when its old content is computed again, a second Stored names it. One Removed then
+removes it.
 """
 
 import pytest

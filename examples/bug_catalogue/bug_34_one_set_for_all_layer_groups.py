@@ -1,4 +1,4 @@
-"""One set of hashes for all layer groups: what the first of them removes is gone for all.
+"""One set of hashes for all layer groups: a Removed of one group removes a block for all.
 
 TensorRT-LLM's V2 stores a prompt in each layer group, and a window's page may be lost while full attention still has
 its own.

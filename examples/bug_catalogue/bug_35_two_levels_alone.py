@@ -1,6 +1,6 @@
-"""Two levels alone are known: TensorRT-LLM's V2 has three, and a block comes back to the device from any of them.
+"""Only two levels are known: TensorRT-LLM's V2 has three, and a block comes back to the device from any of them.
 
-The index reads what falls to the first level below the device, and what comes back from there.
+The index applies only moves to and from the first level below the device.
 """
 
 import pytest

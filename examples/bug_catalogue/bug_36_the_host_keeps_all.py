@@ -1,6 +1,6 @@
-"""What SGLang's host gives up is taken to be in its storage, and so to be there: of what is published, nothing says so.
+"""The index takes blocks that SGLang's host drops to be in its storage, though no event says so.
 
-With `write_through` and a host no larger than the device, such an index promises prompts that are nowhere.
+With `write_through` and a host no larger than the device, such an index promises prompts that are held nowhere.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""Bugs planted in a right router, for those who check their own checks: thirteen, each with what finds it.
+"""Thirteen bugs planted in a correct router, to check your own checks, each with the rule that finds it.
 
 A bug changes one thing in `pytest_kvmock.testing.RightRouter`; `ROUTER_BUGS` has them by name::
 
@@ -23,21 +23,21 @@ Setting: TypeAlias = Literal["plain", "restart", "join", "crash", "adapters", "r
 
 
 class StaleIndex(RightRouter):
-    """Keeps in its index what a worker held that was removed or restarted."""
+    """Keeps the blocks of a removed or restarted worker in its index."""
 
     def worker_removed(self, worker: Worker) -> None:
         self.book.remove_worker(worker)
 
 
 class IgnoresLoad(RightRouter):
-    """Counts the overlap alone: a shared prefix makes a hot spot."""
+    """Counts only the overlap: a shared prefix makes a hot spot."""
 
     def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:
         return -overlap
 
 
 class Herd(RightRouter):
-    """Picks the fewest open requests, as they were polled up to 500 ms ago; of equals the first."""
+    """Picks the worker with the fewest open requests, polled up to 500 ms ago; the first of equals."""
 
     _EVERY_MS = 500.0
     _polled_ms = float("-inf")
@@ -53,14 +53,14 @@ class Herd(RightRouter):
 
 
 class NeverFreed(RightRouter):
-    """Counts requests when they go out, and never when they are over."""
+    """Counts requests at dispatch, and never stops counting them."""
 
     def finished(self, request: RouterRequest) -> None:
         pass
 
 
 class EmptyScores(RightRouter):
-    """Picks the first worker for a prompt of which no worker holds a block."""
+    """Picks the first worker for a prompt that no worker holds."""
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
         if any(self.overlap(request).values()) or not candidates:
@@ -69,7 +69,7 @@ class EmptyScores(RightRouter):
 
 
 class CountedTwice(RightRouter):
-    """Counts the prefill of a request once more when it goes out."""
+    """Counts the prefill of a request twice at dispatch."""
 
     def dispatched(self, request: RouterRequest, worker: Worker) -> None:
         super().dispatched(request, worker)
@@ -77,14 +77,14 @@ class CountedTwice(RightRouter):
 
 
 class NewWorkerNotLearnt(RightRouter):
-    """Takes no notice of a worker that joins."""
+    """Ignores a worker that joins."""
 
     def worker_added(self, worker: Worker) -> None:
         pass
 
 
 class DeadWorkerKept(RightRouter):
-    """Takes no notice of a worker that goes, and picks it."""
+    """Ignores a worker that leaves, and picks it."""
 
     def worker_removed(self, worker: Worker) -> None:
         self.index.remove_worker(worker[0] if isinstance(worker, tuple) else worker)
@@ -107,11 +107,11 @@ class LoraBlind(RightRouter):
 
 
 class TrustsLateEvents(RightRouter):
-    """Right by what it was told, and told late: it does not reckon with that."""
+    """Correct by the events that it received, but does not allow for late ones."""
 
 
 class RanksSummed(RightRouter):
-    """Takes what the ranks of a worker hold as one cache, and adds it up."""
+    """Takes the ranks of a worker for one cache, and adds up their blocks."""
 
     def overlap(self, request: RouterRequest) -> dict[Worker, int]:
         held: dict[int, int] = {}
@@ -122,14 +122,14 @@ class RanksSummed(RightRouter):
 
 
 class NeverMatches(RightRouter):
-    """Hashes by another seed than the engines, so that nothing is ever found."""
+    """Hashes with another seed than the engines, so that no block is ever found."""
 
     def overlap(self, request: RouterRequest) -> dict[Worker, int]:
         return self._matched([each ^ 1 for each in request.local_hashes])
 
 
 class Dearest(RightRouter):
-    """Takes the greatest cost for the least."""
+    """Picks the highest cost instead of the lowest."""
 
     def cost(self, request: RouterRequest, worker: Worker, overlap: int) -> float:
         return -super().cost(request, worker, overlap)
@@ -139,11 +139,11 @@ class RouterBug(NamedTuple):
     """One planted bug.
 
     Attributes:
-        router: the right router with the bug.
-        shows_in: what must happen for it to show: a worker restarts, joins or crashes; prompts have adapters; workers
-            have ranks; events come late. "plain": nothing.
-        found_by: the rule of the wrong belief; "regret": `Report.regret`; "promised_not_found": that figure alone,
-            which shows late events, and not the router's fault.
+        router: the correct router with the bug.
+        shows_in: the condition under which it shows: a worker restarts, joins or crashes; prompts have adapters;
+            workers have ranks; events come late. "plain": always.
+        found_by: the rule of the wrong belief; "regret": `Report.regret`; "promised_not_found": only this figure, which
+            shows late events, not an error of the router.
     """
 
     router: type[RightRouter]
@@ -152,7 +152,7 @@ class RouterBug(NamedTuple):
 
     @property
     def text(self) -> str:
-        """What is wrong."""
+        """The description of the bug."""
         return (self.router.__doc__ or "").strip()
 
     def make(
@@ -161,10 +161,10 @@ class RouterBug(NamedTuple):
         """Return a router with the bug.
 
         Args:
-            workers: as of `RightRouter`, and so the others.
-            seed: of the choice among equals.
+            workers: as in `RightRouter`, like the other arguments.
+            seed: seed of the choice among equals.
             copies: whether the engines publish every copy of a block.
-            of: in which router it is planted, a subclass of `RightRouter`: its own cost, say.
+            of: the router that gets the bug, a subclass of `RightRouter`, for example with its own cost.
 
         Raises:
             TypeError: `of` is no such class.

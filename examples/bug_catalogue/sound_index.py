@@ -1,6 +1,4 @@
-"""A sound index, for the bugs to be put into: per worker and rank, each block with the local hashes from the root to
-it.
-"""
+"""A correct index, to plant bugs in: for each worker and rank, each block with the local hashes from the root to it."""
 
 from collections import defaultdict
 

@@ -1,7 +1,7 @@
-"""Bugs that real routers and engines had, each as a small test that fails, and what it prints.
+"""Bugs of real routers and engines, each as a small failing test with its output.
 
-`pytest examples/bug_catalogue/bug_05_cleared_is_ignored.py` shows one. Here all of them are run, and what they print is
-compared with the text beside each, or with KVMOCK_WRITE_DOCS=1 written there.
+`pytest examples/bug_catalogue/bug_05_cleared_is_ignored.py` shows one. This test runs all of them and compares the
+output with the text file of each; KVMOCK_WRITE_DOCS=1 writes the files.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-# A nested run unloads what it has loaded; what is loaded here stays.
+# A nested run unloads the modules that it has loaded; modules loaded here stay.
 
 HERE = Path(__file__).parent
 BUGS = sorted(HERE.glob("bug_*.py"))

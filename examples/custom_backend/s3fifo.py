@@ -1,11 +1,11 @@
-"""S3-FIFO as the order in which a KV cache evicts: three queues, and no block is ever moved on a hit.
+"""S3-FIFO as the eviction policy of a KV cache: three queues, and no block is moved on a hit.
 
 "FIFO queues are all you need for cache eviction" (Yang, Zhang, Qiu, Yue, Rashmi; SOSP 2023). New blocks wait in a small
-queue, a tenth of the cache; most are never asked for again and leave from there. What was used more than once while it
-waited moves to the main queue. Names of what the small queue evicted are kept as ghosts for a while: a block that comes
-back in that time goes to the main queue at once.
+queue, a tenth of the cache; most are never used again and leave from there. Blocks that were used more than once while
+they waited move to the main queue. Names of blocks that the small queue evicted are kept as ghosts for a while: a block
+that comes back in this time goes to the main queue at once.
 
-The paper's cache holds objects that nobody holds on to. Here a block may be in use when its turn comes: it cannot go
+In the paper's cache no object is ever in use. Here a block may be in use when its turn comes: it cannot be evicted
 then, and counts as used.
 """
 
@@ -13,7 +13,7 @@ from collections import deque
 
 from pytest_kvmock import BackendSpec, EvictionPolicy
 
-MOST_USES = 3  # two bits a block
+MOST_USES = 3  # two bits per block
 
 
 class Block:
@@ -24,13 +24,13 @@ class Block:
     def __init__(self, slot, queue):
         self.slot = slot
         self.queue = queue
-        self.waits = False  # in that queue: from when it was freed for the first time
+        self.waits = False  # in its queue: since it was freed for the first time
         self.uses = 0
-        self.idle = False  # nobody holds it
+        self.idle = False  # no request holds it
 
 
 class Queue:
-    """Blocks in the order in which they came."""
+    """Blocks in order of arrival."""
 
     def __init__(self):
         self.blocks = deque()
@@ -56,18 +56,18 @@ class S3FifoPolicy(EvictionPolicy):
         self.clear()
 
     def clear(self):
-        """Forget everything."""
-        self.blocks = {}  # by slot, from when each was freed for the first time
+        """Drop all blocks and ghosts."""
+        self.blocks = {}  # by slot, since each was freed for the first time
         self.small, self.main = Queue(), Queue()
         self.ghosts = {}  # names of blocks that the small queue evicted, oldest first
 
     # ------------------------------------------------------------------------ what happens to blocks
 
     def insert(self, slots):
-        """Nobody holds these blocks any more."""
+        """Make these blocks evictable: no request holds them any more."""
         for slot in slots:
             block = self.blocks.get(slot)
-            if block is None:  # it was stored since its slot was last evicted
+            if block is None:  # first time freed since its slot was last evicted
                 queue = self.small
                 if slot.plh in self.ghosts:
                     del self.ghosts[slot.plh]
@@ -80,7 +80,7 @@ class S3FifoPolicy(EvictionPolicy):
                 block.queue.append(block)
 
     def remove(self, slots):
-        """These blocks are used again; they keep their places."""
+        """Mark these blocks as used again; they keep their places."""
         for slot in slots:
             block = self.blocks[slot]
             block.idle = False
@@ -90,13 +90,13 @@ class S3FifoPolicy(EvictionPolicy):
     # ----------------------------------------------------------------------------------- what is evicted next
 
     def evict(self, count):
-        """Choose the next blocks to evict; fewer when no more can be."""
+        """Return the next blocks to evict; fewer if there are no more."""
         gone = []
         while len(gone) < count and (self.small.idle or self.main.idle):
             from_small = self.small.idle and (len(self.small.blocks) >= self.small_size or not self.main.idle)
             block = self._next_of_small() if from_small else self._next_of_main()
             if block is not None:
-                self.blocks.pop(block.slot, None)  # the twin of `order` has none
+                self.blocks.pop(block.slot, None)  # the copy in `order` has no entries
                 gone.append(block.slot)
         return gone
 
@@ -121,7 +121,7 @@ class S3FifoPolicy(EvictionPolicy):
         return None
 
     def order(self):
-        """Return all blocks that nobody holds, in the order of eviction: played through on a copy."""
+        """Return all blocks that no request holds, in the order of eviction, simulated on a copy."""
         twin = S3FifoPolicy(self.small_size + self.main_size)
         for queue, copies in ((self.small, twin.small), (self.main, twin.main)):
             for block in queue.blocks:
@@ -132,7 +132,7 @@ class S3FifoPolicy(EvictionPolicy):
 
 
 # A prompt's first block may be evicted before its later ones, so prefix_closed is False. It is not in the default
-# matrix, because this project has other tests, which are not about it; most projects leave in_matrix=False out.
+# matrix, because this project has other tests that do not concern it; most projects leave in_matrix=False out.
 S3FIFO = BackendSpec.of_policy(
     "s3fifo", S3FifoPolicy, models="S3-FIFO, SOSP 2023", prefix_closed=False, in_matrix=False
 )

@@ -1,6 +1,6 @@
-"""A backend of one's own in the matrix: what holds for every backend, and what only this one does.
+"""Your own backend in the matrix: tests for every backend, and tests for this one only.
 
-The backend is an eviction policy (`s3fifo.py`), and one hook has registered it (`../conftest.py`).
+The backend is an eviction policy (`s3fifo.py`), which a hook registers (`../conftest.py`).
 """
 
 import pytest
@@ -58,12 +58,12 @@ def test_a_scan_does_not_drive_out_what_is_used_again(kv_backend, kv_worker, kv_
 
 
 def manager_of(num_blocks):
-    """The manager by itself, without pytest's fixtures: a spec does wherever a name of a backend does."""
+    """Return the manager by itself, without pytest's fixtures: a spec is accepted wherever a backend's name is."""
     return create_manager(S3FIFO, num_blocks=num_blocks)
 
 
 def once(manager, *blocks):
-    """Each block by itself: used, and let go."""
+    """Use and free each block by itself."""
     for block in blocks:
         manager.use([block])
         manager.deref([block])
@@ -85,7 +85,7 @@ def test_what_comes_back_goes_to_the_main_queue_at_once():
     manager = manager_of(4)
     once(manager, 1, 2, 3, 4, 5)  # 1 is a ghost now
     assert manager.inactive_blocks() == [2, 3, 4, 5]
-    once(manager, 1)  # 2 went for it
+    once(manager, 1)  # 2 was evicted for it
     assert manager.inactive_blocks() == [3, 4, 5, 1]
     once(manager, 6, 7, 8, 9)
     assert manager.inactive_blocks() == [7, 8, 9, 1]
@@ -94,7 +94,7 @@ def test_what_comes_back_goes_to_the_main_queue_at_once():
 def test_a_ghost_is_forgotten_after_a_while():
     manager = manager_of(4)
     once(manager, 1, 2, 3, 4)
-    once(manager, 5, 6, 7, 8)  # there is room for three ghosts, 2 to 4
+    once(manager, 5, 6, 7, 8)  # room for three ghosts, 2 to 4
     once(manager, 1)
     once(manager, 9, 10, 11, 12)
     assert manager.inactive_blocks() == [9, 10, 11, 12]
@@ -103,7 +103,7 @@ def test_a_ghost_is_forgotten_after_a_while():
 def test_a_use_in_the_main_queue_is_one_more_round():
     manager = manager_of(3)
     once(manager, 1, 1, 1, 6, 6, 6, 7)
-    once(manager, 8)  # 1 and 6 go on to the main queue
+    once(manager, 8)  # 1 and 6 move to the main queue
     once(manager, 1, 1, 6)
     assert manager.inactive_blocks() == [8, 6, 1]
 

@@ -1,4 +1,6 @@
-"""A backend of one's own keeps what every backend promises: it inherits the contracts of policy, manager and engine."""
+"""Your own backend keeps the promises of every backend: its tests inherit the contracts of policy, manager and
+engine.
+"""
 
 from custom_backend.s3fifo import S3FIFO, S3FifoPolicy
 from hypothesis import settings
@@ -12,11 +14,11 @@ class TestS3FifoPolicy(EvictionContract):
 
 
 class TestS3FifoManager(ManagerContract):
-    backend = "s3fifo"  # as the hook has registered it
+    backend = "s3fifo"  # registered by the hook
 
 
 class TestS3FifoWorker(WorkerContract):
-    backend = S3FIFO  # a spec does as well
+    backend = S3FIFO  # a spec works, too
 
 
 TestS3FifoInAnyTraffic = KvStateMachine.for_backend("s3fifo", num_blocks=8).TestCase

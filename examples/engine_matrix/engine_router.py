@@ -1,7 +1,8 @@
-"""A router for engines of any make, which is what `test_engine_matrix.py` tests.
+"""A router for all engines, tested by `test_engine_matrix.py`.
 
-It differs in two things from one for Dynamo's engines alone. vLLM stores several copies of one block and removes each
-by itself, so it counts them. And of a hybrid model vLLM publishes each cache group by itself, of which it follows one.
+It differs in two points from a router for Dynamo's engines only. vLLM stores several copies of a block and removes each
+by itself, so the router counts them. For a hybrid model vLLM publishes each cache group by itself; the router follows
+one.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pytest_kvmock import Removed, RouterEvent, Stored
 from pytest_kvmock.values import SparseStored
 
 Place: TypeAlias = int
-"""Where a block stands: the hash of all local hashes up to its own."""
+"""The place of a block: the hash of all local hashes up to its own."""
 
 ROOT: Place = 0
 
@@ -22,20 +23,20 @@ ATTENTION = ("full_attention", "mla_attention")
 
 
 class EngineIndex:
-    """Which worker has which prefix, by the local hashes in the events of the workers.
+    """An index of the prefixes of each worker, by the local hashes in the workers' events.
 
     Args:
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
-        self._groups: dict[int, int] = {}  # of each worker: the number of its attention group
-        self._places: dict[int, dict[int, Place]] = {}  # of each worker: where its blocks stand
-        self._copies: dict[int, Counter[Place]] = {}  # of each worker: how many copies it has of what stands there
+        self._groups: dict[int, int] = {}  # the number of the attention group, by worker
+        self._places: dict[int, dict[int, Place]] = {}  # the place of each block, by worker
+        self._copies: dict[int, Counter[Place]] = {}  # the number of copies at each place, by worker
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event of a worker."""
+        """Apply one event of a worker."""
         if not self._is_of_blocks(event):
             return
         places = self._places.setdefault(event.worker_id, {})
@@ -59,7 +60,9 @@ class EngineIndex:
             copies.clear()
 
     def _is_of_blocks(self, event: RouterEvent) -> bool:
-        """Whether an event is about whole blocks of the attention group: of an engine with one cache, every one is."""
+        """Whether an event is about whole blocks of the attention group; for an engine with one cache, every event
+        is.
+        """
         data, extra = event.event.data, event.extra or {}
         group = extra.get("group_idx", 0)
         if isinstance(data, Stored):
@@ -70,7 +73,7 @@ class EngineIndex:
         return not isinstance(data, Removed) or group == self._groups.get(event.worker_id, 0)
 
     def find_matches(self, local_hashes: Sequence[int]) -> dict[int, int]:
-        """How many leading blocks of a prompt each worker has; who has none is absent."""
+        """Return the number of leading blocks of a prompt that each worker has; workers without any are absent."""
         found = {worker: self._depth(copies, local_hashes) for worker, copies in self._copies.items()}
         return {worker: depth for worker, depth in found.items() if depth}
 
@@ -85,11 +88,11 @@ class EngineIndex:
 
 
 class EngineRouter:
-    """Sends a prompt to the worker that has most of it, and among equals to the one that was asked least.
+    """Sends a prompt to the worker that has most of it; among equals, to the one that was picked least often.
 
     Args:
-        index: what the workers have.
-        workers: their ids.
+        index: the index of the workers' blocks.
+        workers: the ids of the workers.
     """
 
     def __init__(self, index: EngineIndex, workers: Sequence[int]) -> None:

@@ -1,4 +1,4 @@
-"""What an index needs for hybrid models that vLLM serves: which events are about the blocks that a router asks for."""
+"""A filter that an index needs for vLLM's hybrid models: which events are about the blocks that a router looks up."""
 
 from pytest_kvmock import Removed, Stored
 from pytest_kvmock.values import SparseStored
@@ -7,9 +7,9 @@ ATTENTION = ("full_attention", "mla_attention")
 
 
 class AttentionGroup:
-    """Tells the events of the attention group of each worker and rank from those of its other cache groups.
+    """Separates the events of the attention group of each worker and rank from those of the other cache groups.
 
-    The group is told by its kind, which a Stored names; a Removed has the number alone.
+    A Stored has the kind that identifies the group; a Removed has only its number.
     """
 
     def __init__(self, block_size):

@@ -1,7 +1,7 @@
-"""An async index of your own: events wait until the test lets the index have them, in the test's own loop.
+"""Your own async index: events are queued until the test passes them to the index, in the test's loop.
 
-`await kv_harness.aflush()` gives the index what waits, and compares it with what is right. Events that nobody flushed
-fail the test. It works with any plugin that runs async tests; here it is anyio's.
+`await kv_harness.aflush()` passes the queued events to the index, and compares it with the reference index. Events
+without a flush fail the test. Any plugin that runs async tests works; here it is anyio's.
 """
 
 import asyncio
@@ -13,7 +13,7 @@ from pytest_kvmock.testing import IndexContract
 
 
 class QueuedIndex:
-    """Queues events, and takes them when it is flushed."""
+    """Queues events, and applies them at a flush."""
 
     def __init__(self):
         self.queue, self.tree = asyncio.Queue(), RadixIndex()

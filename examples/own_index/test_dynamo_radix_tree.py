@@ -1,8 +1,8 @@
-"""The index of Dynamo's router itself, plugged in: events go to it as the JSON that it reads.
+"""The index of Dynamo's router, plugged in: it receives events as the JSON that it reads.
 
-It needs `pip install --group interop`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about
-all ranks of its worker, and tests say so: `clears="worker"`. That JSON has no cache groups, so hybrid models are
-left to the indexes beside it.
+It needs `pip install --group interop`, on Linux; without it this module is skipped. Up to 1.3, a Cleared is about all
+ranks of its worker, which the tests declare: `clears="worker"`. The JSON has no cache groups, so hybrid models are left
+to the other indexes of this directory.
 """
 
 from importlib import metadata
@@ -21,7 +21,7 @@ CLEARS = "worker" if RELEASE < (1, 6) else "rank"
 
 
 class DynamoIndex:
-    """`dynamo._core.RadixTree`, behind the methods that an index has. The tree is about the device alone."""
+    """`dynamo._core.RadixTree` with the methods of an index. The tree covers only the device."""
 
     def __init__(self):
         self.tree = dynamo.RadixTree()
@@ -61,7 +61,7 @@ def test_a_cleared_is_about_a_rank_or_in_older_releases_about_its_worker(kv_harn
         kv_harness.worker(0, dp_rank=rank).serve(prompt)
     kv_harness.worker(0, dp_rank=0).clear()
     assert kv_harness.overlap(prompt) == ({} if CLEARS == "worker" else {(0, 1): 4})
-    kv_harness.worker(0, dp_rank=1).serve(kv_prompt(blocks=2, after=prompt))  # of which an older tree has no parent
+    kv_harness.worker(0, dp_rank=1).serve(kv_prompt(blocks=2, after=prompt))  # an older tree does not have the parent
 
 
 class TestDynamoIndex(IndexContract):

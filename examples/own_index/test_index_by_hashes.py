@@ -1,4 +1,4 @@
-"""An index of your own that is asked by local hashes, as Dynamo's is: one hash a block."""
+"""Your own index, queried by local hashes like Dynamo's: one hash per block."""
 
 import pytest
 from attention_group import AttentionGroup
@@ -51,7 +51,7 @@ class HashIndex:
 
 
 class OfAttention(HashIndex):
-    """The same, for hybrid models too: of their cache groups it follows the attention group."""
+    """The same index, also for hybrid models: it follows only the attention group."""
 
     def __init__(self, block_size, count_copies=False):
         super().__init__(count_copies)

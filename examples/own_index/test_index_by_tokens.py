@@ -1,6 +1,6 @@
-"""An index of your own that is asked by tokens: how it hashes them is its own business.
+"""Your own index, queried by tokens: it may hash them in any way.
 
-The token ids of each block travel beside the event.
+The token ids of each block are passed next to the event.
 """
 
 import pytest
@@ -56,7 +56,7 @@ class TokenIndex:
 
 
 class OfAttention(TokenIndex):
-    """The same, for hybrid models too: of their cache groups it follows the attention group."""
+    """The same index, also for hybrid models: it follows only the attention group."""
 
     def __init__(self, block_size, count_copies=False):
         super().__init__(block_size, count_copies)
@@ -85,8 +85,8 @@ def test_it_knows_who_has_what(kv_harness, kv_prompt):
 
 
 class TestTokenIndex(IndexContract):
-    # Blocks of DeepSeek-V4 have 64 tokens at least; with a draft model, a block is known by the next token, too, and
-    # this index hashes blocks alone.
+    # Blocks of DeepSeek-V4 have at least 64 tokens; with a draft model, a block's name also depends on the next token,
+    # but this index hashes only the block.
     backends = tuple(
         name for name, spec in BACKENDS.items() if name != "vllm_deepseek_v4" and not spec.traits.looks_ahead
     )

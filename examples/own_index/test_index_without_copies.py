@@ -1,4 +1,6 @@
-"""The index of README: asked by local hashes, for engines that publish a block once, however many copies they hold."""
+"""The index of README: queried by local hashes, for engines that publish a block once, however many copies they
+hold.
+"""
 
 from pytest_kvmock import Cleared, StorageTier, Stored
 from pytest_kvmock.testing import IndexContract

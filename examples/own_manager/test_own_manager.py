@@ -1,6 +1,6 @@
-"""A block manager of your own: it publishes to a sink, and what it publishes is compared with what it holds.
+"""Your own block manager: it publishes to a sink, and its events are compared with its blocks.
 
-Six bugs of such managers, each in one line. What is reported first is the bug, not what came of it.
+Six bugs of such managers follow, each in one line. The first report is the bug itself, not one of its results.
 """
 
 from random import Random
@@ -13,7 +13,7 @@ from pytest_kvmock import EventRulesBroken, KvCacheEvent, Removed, RouterHarness
 class MyEngine:
     def __init__(self, publish, num_blocks):
         self.publish, self.num_blocks, self.next_id = publish, num_blocks, 0
-        self.cached = {}  # blocks, the one used longest ago first
+        self.cached = {}  # blocks, the least recently used first
 
     def send(self, data, token_ids=None):
         self.publish(KvCacheEvent(self.next_id, data), token_ids=token_ids)
@@ -23,7 +23,7 @@ class MyEngine:
         local = block_hashes(tokens, 16)
         blocks = sequence_hashes(local)
         hits = sum(block in self.cached for block in blocks)
-        for block in reversed(blocks):  # so that the tail of a prompt goes before its head
+        for block in reversed(blocks):  # so that the tail of a prompt is evicted before its head
             self.cached.pop(block, None)
             self.cached[block] = None
         while len(self.cached) > self.num_blocks:
@@ -46,7 +46,7 @@ class RemovesParentsFirst(MyEngine):
     def serve(self, tokens):
         super().serve(tokens)
         blocks = sequence_hashes(block_hashes(tokens, 16))
-        for block in blocks:  # the head is the first to go now
+        for block in blocks:  # the head is now evicted first
             del self.cached[block]
             self.cached[block] = None
 
@@ -81,7 +81,7 @@ class LeavesOutAnId(MyEngine):
 def exercise(engine, kv_events, seed):
     random = Random(seed)
     for _ in range(200):
-        words = random.choices(range(3), k=random.randint(1, 5))  # so few that prompts share prefixes
+        words = random.choices(range(3), k=random.randint(1, 5))  # few, so that prompts share prefixes
         engine.serve([word for word in words for _ in range(16)])
         kv_events.assert_no_event_errors()
 
@@ -108,8 +108,8 @@ def test_my_engine(make_kv_sink, kv_events, seed):
     ],
 )
 def test_a_bug_is_the_first_that_is_reported(kind, rule, seed):
-    kv = RouterHarness(backend=None)  # a world of its own, whose verdict this test does not share
-    kv.events.warnings_fail = True  # as event_warnings="fail" has it
+    kv = RouterHarness(backend=None)  # a separate harness, without the test's verdict
+    kv.events.warnings_fail = True  # like event_warnings="fail"
     sink = kv.make_sink(chained=True, num_blocks=8)
     engine = kind(sink, num_blocks=8)
     sink.compare(lambda: engine.cached)

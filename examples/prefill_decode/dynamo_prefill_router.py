@@ -1,8 +1,8 @@
-"""Dynamo's prefill router: prefill first, by KV and load; then decode, by load alone.
+"""Dynamo's prefill router: prefill first, by KV and load; then decode, by load only.
 
-Where no prefill worker is known, decode workers do all, silently; where one is known and not ready, the client gets a
-503. With conditional disaggregation (`order="decode_first"`) decode is picked first, and prefill is passed over where
-little is to be computed there, unless that worker is busy.
+If no prefill worker is known, decode workers silently do all; if one is known but not ready, the client gets a 503.
+With conditional disaggregation (`order="decode_first"`) decode is picked first, and the prefill leg is skipped if the
+decode worker has little to compute and is not busy.
 """
 
 from random import Random
@@ -11,14 +11,14 @@ from pytest_kvmock.fleets import DECODE_ALONE, REFUSE
 
 
 class DynamoPrefillRouter:
-    """The least cost a role; equals are drawn.
+    """The least cost for each role; ties are broken at random.
 
     Args:
-        conditional: whether prefill may be passed over.
-        most_tokens: bypass below this many tokens that the decode worker has not,
+        conditional: whether the prefill leg may be skipped.
+        most_tokens: skip it below this number of tokens that the decode worker lacks,
         most_share: and below this share of the prompt.
         busy: tokens to compute from which a decode worker is busy.
-        seed: of the choice among equals.
+        seed: seed of the choice among equals.
     """
 
     def __init__(self, conditional=False, most_tokens=2048, most_share=0.7, busy=8192, seed=0):

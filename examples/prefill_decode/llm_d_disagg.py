@@ -1,8 +1,8 @@
-"""llm-d's router: the decode pod first, and a prefill pod where that has too little of the prompt.
+"""llm-d's router: first a decode pod, then a prefill pod if the decode pod has too little of the prompt.
 
-Its `disagg-profile-handler` runs the decode profile, asks the `prefix-based-pd-decider` whether there is a prefill leg
-at all, and then runs the prefill profile. Each profile has scorers of its own. Where the prefill profile finds no pod,
-the decode pod does all, silently.
+Its `disagg-profile-handler` runs the decode profile, asks the `prefix-based-pd-decider` whether there is a prefill leg,
+and then runs the prefill profile. Each profile has its own scorers. If the prefill profile finds no pod, the decode pod
+silently does all.
 """
 
 from random import Random
@@ -11,13 +11,13 @@ from pytest_kvmock.fleets import DECODE_ALONE
 
 
 class LlmDisagg:
-    """Scorers a role, and a decider between both; run it with `order="decode_first"`.
+    """Scorers for each role, and a decider between them; run it with `order="decode_first"`.
 
     Args:
-        non_cached_tokens: there is a prefill leg from this many tokens on that the decode worker has not; 0: never.
+        non_cached_tokens: there is a prefill leg from this number of tokens that the decode worker lacks; 0: never.
         prompt_tokens: shorter prompts are decoded alone.
-        weights: of prefix, queue and usage, by role.
-        seed: of the choice among equals.
+        weights: weights of prefix, queue and usage, by role.
+        seed: seed of the choice among equals.
     """
 
     def __init__(self, non_cached_tokens=64, prompt_tokens=0, weights=None, seed=0):
@@ -28,7 +28,7 @@ class LlmDisagg:
         self.held = {}
 
     def scored(self, request, candidates):
-        """The best worker of a profile."""
+        """Return the best worker of a profile."""
         prefix, queue, usage = self.weights[request.phase]
         blocks = max(1, len(request.local_hashes))
         waiting = [each.waiting + each.active_requests for each in candidates]

@@ -1,7 +1,7 @@
-"""SGLang's router before pairs: two policies that know nothing of each other, and both legs at once.
+"""SGLang's router for pairs: two independent policies, and both legs at once.
 
-The prefill policy goes by a tree of what was sent where, the decode policy by open requests. The load of both workers
-is held until the request ends. When a leg answers 5xx, a new pair is picked, with a new room, up to a limit.
+The prefill policy uses a tree of the prompts that it sent, the decode policy the open requests. The request counts on
+both workers until it ends. When a leg answers 5xx, a new pair is picked, with a new room, up to a limit.
 """
 
 
@@ -9,8 +9,8 @@ class SglangPairs:
     """Cache-aware prefill, least loaded decode.
 
     Args:
-        threshold: the share of a prompt that must match to go where it went before.
-        retries: how often a request is sent again.
+        threshold: the share of a prompt that must match to send it to the same worker again.
+        retries: how often a request is retried.
     """
 
     needs_candidates = True
@@ -35,7 +35,7 @@ class SglangPairs:
         del self.open[worker], self.sent[worker]
 
     def loads(self):
-        """What it counts: no tokens, and no blocks."""
+        """Return its counts: requests only, no tokens or blocks."""
         return {worker: (None, None, count) for worker, count in self.open.items()}
 
     def pick(self, request, candidates):

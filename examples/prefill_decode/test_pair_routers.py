@@ -1,6 +1,6 @@
-"""Three routers of P/D pairs before their engines: llm-d's, SGLang's and Dynamo's, each with what it declares.
+"""Three routers of P/D pairs in front of their engines: llm-d's, SGLang's and Dynamo's, each with its declarations.
 
-The contract judges both picks, books, leases and rooms. Below it a fleet shows what each policy is about.
+The contract checks both picks, load books, leases and rooms. The fleets below show the characteristics of each policy.
 """
 
 import pytest
@@ -67,7 +67,9 @@ ROUTERS = [
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize(("make", "way", "order"), ROUTERS)
 def test_whatever_happens_all_is_served_or_said(make, way, order, seed):
-    """Slow and failing links, clients that leave, a restart of each role: every request ends, and nothing is held."""
+    """With slow and failing links, clients that leave, and a restart in each role, every request ends, and nothing is
+    held.
+    """
     link = PairLink(lambda tokens: tokens / 10, faults={7: "fails", 20: "late", 33: "handshake"})
     fleet = Fleet(engines(way), make(), order=order, link=link)
     fleet.abort_share(0.3, seed)

@@ -1,12 +1,11 @@
 """A small KV-aware router: it sends a prompt to the worker that has most of it cached and is not too busy.
 
-It is what `test_prefix_router.py` tests. Its index hashes by itself and never looks at how the engines hash: a block's
-key is BLAKE2b of the key before it and of the block's content. A subclass defines what the content is: the token ids
-that travel with the events (`TokenIndex`), or the local hashes in them (`HashIndex`), for request traces without
-tokens.
+`test_prefix_router.py` tests it. Its index does its own hashing, independent of the engines': a block's key is BLAKE2b
+of the previous key and of the block's content. A subclass defines the content: the token ids that are passed with the
+events (`TokenIndex`), or the local hashes in them (`HashIndex`), for request traces without tokens.
 
-The cost of a worker is that of Dynamo's router: the blocks it would have to prefill, weighted, and the blocks that its
-running requests hold.
+The cost of a worker is that of Dynamo's router: the weighted blocks that it would have to prefill, and the blocks that
+its running requests hold.
 """
 
 from __future__ import annotations
@@ -23,28 +22,28 @@ ROOT = b""
 
 
 class PrefixIndex:
-    """Which worker has which prefix cached, by the events of the workers. One rank a worker, one tier.
+    """An index of the cached prefixes of each worker, by the workers' events, for one rank per worker and one tier.
 
     Attributes:
-        stale: workers of which an event was lost, so that what is known of them may be wrong.
+        stale: workers that lost an event, so that the index may be wrong about them.
     """
 
     def __init__(self) -> None:
         self.stale: set[int] = set()
         self._owners: dict[bytes, set[int]] = {}
-        self._keys: dict[int, dict[int, bytes]] = {}  # of each worker: its own name of a block, and our key
+        self._keys: dict[int, dict[int, bytes]] = {}  # by worker: our key for each of the worker's block names
         self._next_id: dict[int, int] = {}
 
     def contents(self, query: Sequence[int]) -> list[bytes]:
-        """Content of each whole block of a query."""
+        """Return the content of each whole block of a query."""
         raise NotImplementedError
 
     def stored_contents(self, event: RouterEvent) -> list[bytes]:
-        """Content of each block that a Stored names."""
+        """Return the content of each block that a Stored names."""
         raise NotImplementedError
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event of a worker."""
+        """Apply one event of a worker."""
         worker, event_id, data = event.worker_id, event.event.event_id, event.event.data
         if event_id != self._next_id.get(worker, event_id):
             self.stale.add(worker)
@@ -60,12 +59,12 @@ class PrefixIndex:
             self._forget(worker)
 
     def remove_worker(self, worker: int) -> None:
-        """Forget a worker that was removed or restarted."""
+        """Drop a worker that was removed or restarted."""
         self._forget(worker)
         self._next_id.pop(worker, None)
 
     def match(self, query: Sequence[int]) -> dict[int, int]:
-        """How many leading blocks of a query each worker has; who has none is absent."""
+        """Return the number of leading blocks of a query that each worker has; workers without any are absent."""
         matches: dict[int, int] = {}
         left: set[int] | None = None
         for depth, key in enumerate(chain(ROOT, self.contents(query)), 1):
@@ -77,14 +76,14 @@ class PrefixIndex:
         return matches
 
     def size(self, worker: int) -> int:
-        """How many blocks a worker has."""
+        """Return the number of blocks of a worker."""
         return len(self._keys.get(worker, ()))
 
     def _store(self, worker: int, data: Stored, contents: list[bytes]) -> None:
         keys = self._keys.setdefault(worker, {})
         parent = ROOT if data.parent_hash is None else keys.get(data.parent_hash)
         if parent is None:
-            return  # its Stored was lost: where these blocks belong is unknown
+            return  # its Stored was lost: the place of these blocks is unknown
         for block, key in zip(data.block_hashes, chain(parent, contents), strict=True):
             keys[block] = key
             self._owners.setdefault(key, set()).add(worker)
@@ -103,7 +102,7 @@ class PrefixIndex:
 
 
 class TokenIndex(PrefixIndex):
-    """An index of token ids, asked with the tokens of a prompt."""
+    """An index of token ids, queried with the tokens of a prompt."""
 
     def __init__(self, block_size: int) -> None:
         super().__init__()
@@ -115,21 +114,21 @@ class TokenIndex(PrefixIndex):
         return [array("I", query[i : i + size]).tobytes() for i in range(0, len(query) - size + 1, size)]
 
     def stored_contents(self, event: RouterEvent) -> list[bytes]:
-        """Take the token ids beside the event."""
+        """Return the token ids next to the event."""
         return [array("I", tokens).tobytes() for tokens in event.token_ids or ()]
 
     match_tokens = PrefixIndex.match
 
 
 class HashIndex(PrefixIndex):
-    """An index of local hashes, asked with the local hashes of a prompt."""
+    """An index of local hashes, queried with the local hashes of a prompt."""
 
     def contents(self, query: Sequence[int]) -> list[bytes]:
-        """Make each hash a block."""
+        """Return each hash as the content of a block."""
         return [local.to_bytes(8) for local in query]
 
     def stored_contents(self, event: RouterEvent) -> list[bytes]:
-        """Take the local hashes of the event."""
+        """Return the local hashes of the event."""
         assert isinstance(event.event.data, Stored)
         return self.contents(event.event.data.tokens_hashes)
 
@@ -140,9 +139,9 @@ class PrefixRouter:
     """Chooses a worker for each prompt.
 
     Args:
-        index: what the workers have cached.
-        workers: how many workers there are, with ids from 0.
-        overlap_weight: what a block to prefill costs; a block that a running request holds costs 1.
+        index: the index of the workers' cached blocks.
+        workers: number of workers, with ids from 0.
+        overlap_weight: cost of a block to prefill; a block that a running request holds costs 1.
     """
 
     def __init__(self, index: PrefixIndex, workers: int, overlap_weight: float = 1.0) -> None:
@@ -154,7 +153,7 @@ class PrefixRouter:
     def route(self, query: Sequence[int]) -> int:
         """Choose the cheapest worker, and count the request as running there until it is finished.
 
-        Among equals it is the one with the fewest blocks cached.
+        Among equals it chooses the worker with the fewest cached blocks.
         """
         blocks, overlap = len(self.index.contents(query)), self.index.match(query)
         costs = [(self._cost(w, blocks, overlap.get(w, 0)), self.index.size(w), w) for w in range(self._workers)]
@@ -163,7 +162,7 @@ class PrefixRouter:
         return worker
 
     def finish(self, worker: int, query: Sequence[int]) -> None:
-        """A request that was routed is done."""
+        """Stop counting a finished request."""
         self._active[worker] -= len(self.index.contents(query))
 
     def _cost(self, worker: int, blocks: int, overlap: int) -> float:
@@ -172,7 +171,7 @@ class PrefixRouter:
 
 
 def chain(parent: bytes, contents: Sequence[bytes]) -> Iterator[bytes]:
-    """Keys of consecutive blocks after `parent`."""
+    """Yield the keys of consecutive blocks after `parent`."""
     for content in contents:
         parent = blake2b(parent + content, digest_size=16).digest()
         yield parent

@@ -1,9 +1,9 @@
-"""What a backend evicts when blocks are freed root first.
+"""The evictions of a backend when blocks are freed root first.
 
-Schedulers free a request's blocks tail first, and then `lineage` and `lru` publish the same, event for event. A manager
-that is driven by hand may free them in any order. `lineage` evicts leaves only, so that what stays cached is a prefix;
-`lru` evicts what was freed first, here the head, and the rest is of no use to a router. So does `multi_lru` among
-blocks that were seen equally seldom.
+Schedulers free a request's blocks tail first, and then `lineage` and `lru` publish the same events. A manager that is
+driven by hand may free them in any order. `lineage` evicts only leaves, so that a prefix stays cached; `lru` evicts the
+block that was freed first, here the head, and the rest is useless for a router. So does `multi_lru` among blocks that
+were seen equally seldom.
 """
 
 import pytest
@@ -14,7 +14,7 @@ from pytest_kvmock import Prompt
 pytestmark = pytest.mark.kvmock(num_blocks=4)
 
 PROMPT = [1, 2, 3, 4]
-"""Blocks of a prompt. In moves made by hand, any number names a block, and is its local hash too."""
+"""Blocks of a prompt. In moves made by hand, any number can be a block's name and local hash."""
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_it_decides_whether_the_router_can_use_the_rest(kv_harness, kv_backend):
     assert overlap[kv_backend] == kv_harness.overlap(Prompt(hashes=PROMPT))
 
 
-@pytest.mark.kv_backends("lineage")  # of the test; its workers name their own
+@pytest.mark.kv_backends("lineage")  # for the test; its workers have their own backends
 @pytest.mark.parametrize(
     ("freed", "same"), [((4, 3, 2, 1), True), ((1, 2, 3, 4), False)], ids=["tail first", "root first"]
 )

@@ -1,9 +1,9 @@
-"""Tests of a KV-aware router that hashes token ids by itself.
+"""Tests of a KV-aware router that hashes token ids itself.
 
-`kv_index` is overridden with the router's own index. From then on every event that a mock engine publishes goes to that
-index, is checked, and what the index answers is compared with what is right; a test has to say only what is special
-about it. Each test runs once for each eviction backend. (Of hybrid models several cache groups publish: an index that
-follows one of them is in `examples/own_index` and `examples/engine_matrix`.)
+`kv_index` is overridden with the router's index. Every event of a mock engine then goes to this index and is checked,
+and the index's answers are compared with the reference index; a test contains only its special part. Each test runs
+once for each eviction backend. (Hybrid models publish several cache groups: `examples/own_index` and
+`examples/engine_matrix` have indexes that follow one of them.)
 """
 
 import pytest
@@ -27,7 +27,7 @@ def test_a_warm_worker_is_preferred(router, kv_harness, kv_prompt):
 
     question = kv_prompt(blocks=1, after=system_prompt)
 
-    assert kv_harness.overlap(question) == {1: 4}  # our index answers this
+    assert kv_harness.overlap(question) == {1: 4}  # our index returns this
     assert router.route(question.tokens) == 1
 
 
@@ -47,7 +47,7 @@ def test_load_beats_a_small_overlap(router, kv_harness, kv_prompt):
 def test_blocks_of_the_answer_count(router, kv_harness, kv_prompt):
     prompt = kv_prompt(blocks=2)
     with kv_harness.worker(0).prefill(prompt) as request:
-        request.decode(range(17))  # one block of 16, which is published when the 17th token comes
+        request.decode(range(17))  # one block of 16, published with the 17th token
 
     assert kv_harness.overlap([*prompt.tokens, *range(16)]) == {0: 3}
 
@@ -74,7 +74,7 @@ def test_a_lost_event_is_detected(router, kv_harness, kv_events, kv_prompt):
         worker.serve(kv_prompt(blocks=2))  # so the id of this one is not the next
 
     assert router.index.stale == {0}
-    assert router.route(prompt.tokens) == 1  # what a stale worker has is not believed
+    assert router.route(prompt.tokens) == 1  # blocks of a stale worker do not count
 
 
 @pytest.mark.kvmock(workers=2)

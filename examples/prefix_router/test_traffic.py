@@ -6,12 +6,11 @@
 
 A trace has one hash for each 512 tokens and no tokens, so the router's index is keyed by local hashes here.
 
-In such traffic the backends `lineage` and `lru` publish the same: requests free their blocks tail first. `multi_lru`
-keeps what was seen often. `test_free_order.py` shows where the first two part.
+Under such traffic the backends `lineage` and `lru` publish the same events: requests free their blocks tail first.
+`multi_lru` keeps blocks that were seen often. `test_free_order.py` shows where the first two differ.
 
-`multi_lru` links some blocks wrongly (`wrong_hash`) and says of some that they are gone while it holds them
-(`evicted_and_restored`), as the real one does. These are warnings: a router has to live with them. The table counts
-them.
+`multi_lru` links some blocks wrongly (`wrong_hash`) and publishes some as removed while it holds them
+(`evicted_and_restored`), like the real one. These are warnings: a router must tolerate them. The table counts them.
 """
 
 from collections import Counter
@@ -28,7 +27,9 @@ MS_PER_TOKEN = 20
 
 @pytest.fixture
 def kv_base_profile(pytestconfig):
-    """Size the workers: small for the short prompts of the synthetic trace, so that they evict, or as large as real."""
+    """Size the workers: small for the short prompts of the synthetic trace, so that they evict, or as large as real
+    ones.
+    """
     num_blocks = 128 if pytestconfig.getoption("kv_trace") is None else 4096
     return EngineProfile(workers=4, block_size=MOONCAKE_BLOCK_SIZE, num_blocks=num_blocks)
 
@@ -55,7 +56,7 @@ class Fleet:
         self._running = []  # heap of (end, number, worker, request)
 
     def serve(self, number, request):
-        """Route one request of the trace and prefill it, when those that have ended by now are done."""
+        """Finish the requests that have ended by now, then route and prefill one request of the trace."""
         prompt = request.prompt()
         now = request.timestamp or 0.0
         while self._running and self._running[0][0] <= now:
@@ -78,7 +79,7 @@ class Fleet:
                 return self.workers[worker].prefill(prompt)
             except OutOfBlocks:
                 if not self.workers[worker].requests:
-                    raise  # it is larger than the worker
+                    raise  # the prompt is larger than the worker
                 self._finish_next()
 
     def _finish_next(self):
@@ -87,7 +88,7 @@ class Fleet:
         self.router.finish(worker, request.prompt.block_hashes(MOONCAKE_BLOCK_SIZE))
 
     def table(self, title, evicted, warnings):
-        """What each worker did, in lines."""
+        """Return a table with one line per worker."""
         lines = [title, "worker  requests  blocks asked  cached  hit rate  evicted  warnings"]
         for name, workers in (*((str(w), [w]) for w in self.workers), ("all", list(self.workers))):
             requests, asked, cached, gone, odd = (
@@ -115,7 +116,7 @@ def test_a_trace_is_served_by_four_workers(router, kv_harness, kv_events, kv_tra
         for rule, count in kv_harness.events.counts.warnings.items():
             print(f"{rule}: {count}")
     assert len(kv_trace) == sum(fleet.requests.values())
-    if "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else the engines hold more than they said
+    if "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else engines hold more than they published
         kv_harness.assert_in_sync()
         for worker, engine in kv_harness.workers.items():
             assert len(engine.manager.resident()) == router.index.size(worker)

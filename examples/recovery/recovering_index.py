@@ -1,7 +1,7 @@
-"""A small router index that asks its workers for events that it missed.
+"""A small router index that asks its workers for missed events.
 
-A `RouterCursor` decides which events to apply, and when to ask. Whom it asks is a function: `kv_recovery` in the tests,
-a request to the worker elsewhere. `Dynamo7072` and `KeepsWhatItHad` are the same index with a bug each.
+A `RouterCursor` decides which events to apply, and when to ask. It asks by a function: `kv_recovery` in the tests, a
+request to the worker elsewhere. `Dynamo7072` and `KeepsWhatItHad` are the same index, each with a bug.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from pytest_kvmock import RadixIndex, RadixIndexError, RouterEvent
 from pytest_kvmock.oracle import Answer, Events, OverlapScores, RecoveryStep, RouterCursor, TreeDump
 
 Ask = Callable[..., Answer]
-"""Called with worker_id, start, end and dp_rank, as a `WorkerQuery` has them."""
+"""Called with worker_id, start, end and dp_rank, the fields of a `WorkerQuery`."""
 
 
 class RecoveringIndex:
-    """Knows who holds what, and mends what it missed.
+    """An index that recovers missed events.
 
     Args:
         ask: asks a worker.
@@ -29,7 +29,7 @@ class RecoveringIndex:
         self._tree = RadixIndex()
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event of a worker, and ask for those before it that did not come."""
+        """Apply one event of a worker, and ask for missing events before it."""
         key = (event.worker_id, event.event.dp_rank)
         step = self._cursor.observe(event)
         self._take(key, step)
@@ -38,31 +38,31 @@ class RecoveringIndex:
             self._take(key, step)
 
     def _take(self, key: tuple[int, int], step: RecoveryStep) -> None:
-        if step.replace:  # a dump is all that there is: what it does not have is dropped
+        if step.replace:  # a dump is complete: all other blocks are dropped
             self._tree.remove_worker_dp_rank(*key)
         for event in step.apply:
             with suppress(RadixIndexError):
                 self._tree.apply(event)
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker that was removed or restarted: its next event is the first."""
+        """Drop a worker that was removed or restarted: its next event is the first."""
         self._tree.remove_worker(worker_id)
         self._cursor.forget(worker_id)
 
     def find_matches(self, local_hashes: Sequence[int]) -> OverlapScores:
-        """How many leading blocks of a prompt each worker holds."""
+        """Return the number of leading blocks of a prompt that each worker holds."""
         return self._tree.find_matches(local_hashes)
 
 
 class Dynamo7072(RecoveringIndex):
-    """Its cursor is the id of the event that it applied last, in a dump too: so it asks again, at each event."""
+    """The bug: its cursor is the id of the last applied event, also after a dump, so it asks again at each event."""
 
     def __init__(self, ask: Ask) -> None:
         super().__init__(ask)
         self._last: dict[tuple[int, int], int] = {}
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event of a worker."""
+        """Apply one event of a worker."""
         key, got = (event.worker_id, event.event.dp_rank), event.event.event_id
         last = self._last.get(key, got - 1)
         if got == last + 1:
@@ -81,7 +81,7 @@ class Dynamo7072(RecoveringIndex):
 
 
 class KeepsWhatItHad(RecoveringIndex):
-    """It adds a dump to what it has, so that a block whose Removed was lost is there for ever."""
+    """The bug: it adds a dump to its blocks, so that a block whose Removed was lost stays for ever."""
 
     def _take(self, key: tuple[int, int], step: RecoveryStep) -> None:
         super()._take(key, step._replace(replace=False))

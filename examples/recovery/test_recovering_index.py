@@ -1,7 +1,7 @@
-"""Tests of an index that asks its workers for what it missed.
+"""Tests of an index that asks its workers for missed events.
 
-`kv_recovery` answers as the workers would. Its answer counts as arrived: from there on `kv_index` is compared with what
-is right, as ever, and whatever it made wrong of the answer fails the test.
+`kv_recovery` answers as the workers would. Its answers count as arrived: `kv_index` is then compared as always, and an
+error in applying an answer fails the test.
 """
 
 import pytest
@@ -24,7 +24,7 @@ def lose_one(kv_harness, kv_events, kv_prompt):
     def lose():
         worker, prompt = kv_harness.worker(0), kv_prompt(blocks=3)
         worker.serve(kv_prompt(blocks=1))
-        with kv_events.expect_error("event_id_gap"):  # the ledger has noticed; the index mends it
+        with kv_events.expect_error("event_id_gap"):  # the ledger reports the gap; the index recovers
             kv_harness.drop_next()
             worker.serve(prompt)
             worker.serve(kv_prompt(blocks=1))
@@ -35,7 +35,7 @@ def lose_one(kv_harness, kv_events, kv_prompt):
 
 @pytest.fixture
 def evict_in_silence(kv_harness, kv_events, kv_recovery, kv_prompt):
-    """Make a worker of four blocks lose the Removed of a prompt, and answer with a dump when it is asked."""
+    """Make a worker of four blocks lose the Removed of a prompt, and answer with a dump."""
 
     def evict():
         kv_recovery.ring = 1
@@ -44,7 +44,7 @@ def evict_in_silence(kv_harness, kv_events, kv_recovery, kv_prompt):
         worker.serve(kv_prompt(blocks=2))
         with kv_events.expect_error("event_id_gap"):
             kv_harness.drop_next(kind="removed")
-            worker.serve(kv_prompt(blocks=2))  # in the place of the old one
+            worker.serve(kv_prompt(blocks=2))  # evicts the old prompt
             worker.serve(kv_prompt(blocks=1))
         return old
 

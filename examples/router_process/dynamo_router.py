@@ -1,4 +1,4 @@
-"""Dynamo's own router as a process: its `SelectionService` hears the events and selects, and this passes requests on.
+"""Dynamo's router as a process: its `SelectionService` receives the events and selects; this program forwards requests.
 
     python dynamo_router.py 16 http://127.0.0.1:8000=tcp://127.0.0.1:5557 http://127.0.0.1:8001=tcp://127.0.0.1:5558
 

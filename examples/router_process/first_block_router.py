@@ -1,8 +1,8 @@
-"""A router as a process of its own that knows first blocks only: it sends a prompt to the holder of its first block.
+"""A router process that knows only first blocks: it sends a prompt to the holder of its first block.
 
     python first_block_router.py http://127.0.0.1:8000=tcp://127.0.0.1:5557 http://127.0.0.1:8001=tcp://127.0.0.1:5558
 
-Of each engine it is given the URL and the endpoint of its events. It prints the port that it listens on.
+It takes the URL of each engine and the endpoint of its events, and prints the port that it listens on.
 """
 
 import http.client
@@ -15,7 +15,7 @@ import msgspec
 import zmq
 
 BLOCK = 16  # tokens, each a byte
-workers = dict(each.split("=") for each in sys.argv[1:])  # of each URL the endpoint of its events
+workers = dict(each.split("=") for each in sys.argv[1:])  # the endpoint of the events, by URL
 holders = {}  # by the tokens of a first block: the worker that holds it
 
 
@@ -33,7 +33,7 @@ class Router(http.server.BaseHTTPRequestHandler):
     def do_POST(self):
         body = self.rfile.read(int(self.headers["Content-Length"]))
         holder = holders.get(tuple(json.loads(body)["prompt"].encode()[:BLOCK]))
-        if self.path == "/blocks":  # what it knows of a prompt, for the test
+        if self.path == "/blocks":  # its known blocks of a prompt, for the test
             rows = [{"worker": list(workers).index(holder), "rank": 0, "blocks": 1}] if holder else []
             self.answer(200, json.dumps(rows).encode())
             return

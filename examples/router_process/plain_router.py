@@ -1,12 +1,12 @@
-"""A router as a process of its own: it hears KV events over ZMQ, and sends each completion to the worker that holds
-most of its prompt.
+"""A router process: it receives KV events over ZMQ, and sends each completion to the worker that holds most of its
+prompt.
 
     python plain_router.py 16 http://127.0.0.1:8000=tcp://127.0.0.1:5557+tcp://127.0.0.1:6557
     http://127.0.0.1:8001=tcp://127.0.0.1:5558
 
-Of each worker it is given where it serves and where each of its ranks publishes, one after a comma: events, and after a
-"+" where it is asked for what was missed. It prints where it listens. One token is one byte, as the tokenizer of the
-served engines has it.
+It takes the URL of each worker and the endpoints of its ranks, separated by commas: the endpoint of events, and after a
+"+" that of replays. It prints the port that it listens on. One token is one byte, as in the tokenizer of the served
+engines.
 """
 
 import asyncio
@@ -22,17 +22,19 @@ import zmq.asyncio
 from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTimeout, TCPConnector, web
 
 END = b"\xff" * 8  # the number of the message that ends an answer to a replay
-REPLAY_S = 2.0  # how long a message of such an answer may take
-REPLAYS = 3  # how often it is asked for what is missing: an answer may end before that
-GIVES_UP = 3  # after so many errors in a row what a worker holds counts for nothing
-STOP_S = 5.0  # how long a request may go on after the process was asked to end
+REPLAY_S = 2.0  # timeout of a message of such an answer
+REPLAYS = 3  # how often missing batches are requested: an answer may end early
+GIVES_UP = 3  # after this number of errors in a row a worker's blocks do not count
+STOP_S = 5.0  # how long a request may continue after SIGTERM
 HOP_BY_HOP = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 ATTENTION = (None, "full_attention", "mla_attention")
 DEVICE = (None, "GPU")
 
 
 class Cache:
-    """What one rank holds in its device, by its events. A prefix is named by what a router can compute of a prompt."""
+    """The blocks on the device of one rank, by its events. A prefix has a name that a router can compute from a
+    prompt.
+    """
 
     def __init__(self, block_size):
         self.block_size = block_size
@@ -40,12 +42,12 @@ class Cache:
 
     def clear(self):
         self.prefixes = {}  # by the engine's name of a block
-        self.copies = Counter()  # of each prefix; an engine may hold a block twice
+        self.copies = Counter()  # by prefix; an engine may hold a block twice
         self.group = None  # the number of its attention group
 
     def apply(self, event):
         if event.get("medium") not in DEVICE:
-            return  # in its host
+            return  # on its host
         if event["type"] == "BlockStored":
             self.store(event)
         elif event["type"] == "BlockRemoved":
@@ -56,20 +58,20 @@ class Cache:
 
     def store(self, event):
         if event.get("kv_cache_spec_kind") not in ATTENTION or event["block_size"] != self.block_size:
-            return  # of a window or a state, or the tail of a prompt
+            return  # a window or a state, or the tail of a prompt
         self.group = event.get("group_idx")
         parent, tokens, size = event["parent_block_hash"], event["token_ids"], self.block_size
         prefix = self.root(event) if parent is None else self.prefixes.get(parent)
         if prefix is None:
-            return  # what it continues was lost
+            return  # its parent was lost
         for at, block in enumerate(event["block_hashes"]):
             prefix = hash((prefix, tuple(tokens[at * size : (at + 1) * size])))
             self.prefixes[block] = prefix
             self.copies[prefix] += 1
 
     def root(self, event):
-        """Return the name of an empty prompt: the adapter and the salt. In vLLM that stands behind the adapter in
-        the keys of the first block.
+        """Return the name of an empty prompt: the adapter and the salt. In vLLM the salt follows the adapter in the
+        keys of the first block.
         """
         adapter = event.get("lora_name")
         keys = [each for each in (event.get("extra_keys") or [None])[0] or () if each != adapter]
@@ -95,7 +97,7 @@ class Cache:
 
 
 class Rank:
-    """One rank of a worker: its batches in their order, and what follows from them."""
+    """One rank of a worker: it applies the batches in order."""
 
     def __init__(self, cache, endpoints):
         self.cache = cache
@@ -108,22 +110,22 @@ class Rank:
         socket = zmq.asyncio.Context.instance().socket(zmq.SUB)
         socket.subscribe(b"")
         socket.connect(self.events)
-        await self.replay()  # what it has published before
+        await self.replay()  # earlier events
         while True:
             *_, number, payload = await socket.recv_multipart()
             await self.receive(int.from_bytes(number), payload)
 
     async def receive(self, number, payload):
-        """Take a batch off the wire: in its order, or after what is missing before it."""
+        """Receive a batch: apply it in order, after missing batches before it."""
         batch = self.decoded(payload)
-        if batch is None:  # a replay may have it as it was
+        if batch is None:  # a replay may have the original
             await self.replay()
             self.next = max(self.next, number + 1)
             return
         if number < self.next:
             if batch[0] <= self.time:
-                return  # doubled, or it came by a replay
-            self.cache.clear()  # an old number at a later time: it was restarted, and is empty
+                return  # delivered twice, or already applied by a replay
+            self.cache.clear()  # an old number at a later time: the rank was restarted, and is empty
             self.next = 0
         for _ in range(REPLAYS):
             if number > self.next:
@@ -160,7 +162,7 @@ class Rank:
 
 
 class Worker:
-    """A worker as the router sees it."""
+    """The router's view of a worker."""
 
     def __init__(self, source, block_size):
         self.url, _, ranks = source.partition("=")
@@ -170,13 +172,13 @@ class Worker:
         self.picked = 0  # when it was picked last
 
     def overlap(self, root, tokens):
-        """Return how much its best rank holds of a prompt, and which that is."""
+        """Return the number of blocks of a prompt that its best rank holds, and this rank."""
         held = [rank.cache.overlap(root, tokens) for rank in self.ranks]
         return max(held), held.index(max(held))
 
 
 def kept(headers):
-    """Return what of headers is passed on."""
+    """Return the headers to forward."""
     return {name: value for name, value in headers.items() if name.lower() not in HOP_BY_HOP}
 
 
@@ -184,7 +186,7 @@ class Router:
     def __init__(self, block_size):
         self.block_size = block_size
         self.workers = {}  # by source
-        self.following = {}  # of each source the tasks that follow its ranks
+        self.following = {}  # the tasks that follow the ranks, by source
         self.picks = 0
 
     def use(self, sources):
@@ -205,8 +207,8 @@ class Router:
         return hash((adapter, body.get("cache_salt"))), tokens
 
     def pick(self, root, tokens, tried):
-        """Return the worker that holds most of a prompt, of equal ones that with the fewest open requests, of these
-        in turn.
+        """Return the worker that holds most of a prompt; among equals, the one with the fewest open requests, then in
+        turn.
         """
         left = [each for each in self.workers.values() if each not in tried]
         if not left:
@@ -221,7 +223,7 @@ class Router:
     # ------------------------------------------------------------------------------------------------------ requests
 
     async def complete(self, request):
-        """Send a request to a worker; to another one where it cannot be reached, as long as nothing was answered."""
+        """Send a request to a worker; if it cannot be reached, and has answered nothing, to another one."""
         data = await request.read()
         try:
             root, tokens = self.asked(json.loads(data) if data else {})
@@ -247,12 +249,12 @@ class Router:
         return web.json_response({"error": {"message": "no worker can be reached", "code": 503}}, status=503)
 
     async def send(self, request, worker, headers, data):
-        """Send a request to a worker, and return its answer, of which the head is there."""
+        """Send a request to a worker, and return its answer once the head is there."""
         send = request.app["client"].request
         return await send(request.method, worker.url + request.path_qs, data=data, headers=headers)
 
     async def passed_on(self, request, upstream):
-        """Return a worker's answer as it is, part by part."""
+        """Forward a worker's answer unchanged, part by part."""
         answer = web.StreamResponse(status=upstream.status, headers=kept(upstream.headers))
         answer.content_length = upstream.content_length
         try:
@@ -262,7 +264,7 @@ class Router:
         except ConnectionError:
             pass  # the client has gone
         except ClientError:
-            self.cut(request)  # as the worker did: what was sent cannot be taken back
+            self.cut(request)  # as the worker did: sent parts cannot be taken back
         return answer
 
     def cut(self, request):
@@ -295,7 +297,7 @@ class Router:
         return web.json_response(sum(worker.open for worker in self.workers.values()))
 
     async def use_workers(self, request):
-        """Take a list of workers in place of those of before."""
+        """Replace the list of workers."""
         self.use(await request.json())
         return web.json_response(len(self.workers))
 
@@ -310,8 +312,8 @@ async def main(router, sources):
     router.use(sources)
     ended = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, ended.set)
-    # Each request has a connection of its own: one that was kept may have been cut, and then it is not known what was
-    # done.
+    # Each request has a new connection: a kept one may have been cut, and the result of a request on it is then
+    # unknown.
     client = ClientSession(
         connector=TCPConnector(force_close=True, limit=0), timeout=ClientTimeout(None), auto_decompress=False
     )
@@ -321,7 +323,7 @@ async def main(router, sources):
         await web.TCPSite(runner, "127.0.0.1", 0).start()
         print(runner.addresses[0][1], flush=True)
         await ended.wait()
-        await runner.cleanup()  # what is open goes on for a while
+        await runner.cleanup()  # open requests continue for a while
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A router as a process of its own: it reads no events, and sends a prompt where it sent one that begins alike.
+"""A router process that reads no events: it sends a prompt to the worker that got one with the same beginning.
 
     python sticky_router.py PORT http://127.0.0.1:8000 http://127.0.0.1:8001
 
-It listens on the port that it is given, and passes requests on to the engines at these URLs.
+It listens on the given port, and forwards requests to the engines at these URLs.
 """
 
 import json
@@ -13,7 +13,7 @@ from aiohttp import ClientConnectionError, ClientError, ClientSession, ClientTim
 
 OWN = {"connection", "content-length", "host", "keep-alive", "te", "trailer", "transfer-encoding", "upgrade"}
 port, *urls = sys.argv[1:]
-sent = {}  # by the first characters of a prompt: to whom it went
+sent = {}  # the URL it was sent to, by the first characters of a prompt
 busy = dict.fromkeys(urls, 0)  # open requests
 last = dict.fromkeys(urls, 0)  # when it was picked last
 
@@ -33,7 +33,7 @@ async def complete(request):
                 request.method, url + request.path_qs, data=data, headers=kept(request.headers)
             )
         except ClientConnectionError:
-            continue  # nothing was answered: the next one is asked
+            continue  # nothing was answered: try the next one
         else:
             async with upstream:
                 sent[start] = url
@@ -50,7 +50,7 @@ async def passed_on(request, upstream):
         try:
             async for part in upstream.content.iter_any():
                 await answer.write(part)
-        except ClientError:  # cut: so it is for the client
+        except ClientError:  # cut: cut the client's connection, too
             request.transport.abort()
     return answer
 

@@ -1,4 +1,4 @@
-"""A test of a router process with `kv_server`: it warms a worker, and looks where a request goes."""
+"""A test of a router process with `kv_server`: it warms a worker, and checks where a request goes."""
 
 import http.client
 import json

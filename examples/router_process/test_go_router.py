@@ -1,5 +1,5 @@
-"""A router in Go, which hears no events and keeps a tree of what it sent, holds the contract of router processes as
-far as that goes.
+"""A router in Go, which receives no events and keeps a tree of sent prompts, fulfils the contract of router processes
+as far as it applies.
 """
 
 import http.client
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(GO is None, reason="needs Go 1.22 (no `go` on th
 
 @pytest.fixture(scope="module", autouse=True)
 def binary(tmp_path_factory):
-    """The router, built."""
+    """Build the router."""
     path = tmp_path_factory.mktemp("go") / "router"
     built = subprocess.run(
         [GO, "build", "-o", path, "."], check=False, cwd=HERE / "go_router", capture_output=True, text=True
@@ -34,7 +34,7 @@ def binary(tmp_path_factory):
 
 class TestGoRouter(ProcessContract):
     hears_events = False
-    takes_token_ids = False  # it goes by texts
+    takes_token_ids = False  # it compares texts
 
     def command(self, engines):
         return [self.binary, str(engines.port), str(engines.block_size), *engines.urls]

@@ -1,4 +1,4 @@
-"""`plain_router.py` holds the contract of router processes: what it is given, and how it is asked what it knows."""
+"""`plain_router.py` fulfils the contract of router processes: how it is started, and how its state is queried."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ HERE = Path(__file__).parent
 
 
 def source_of(engine):
-    """Return an engine as the router takes it: where it serves, and of each rank where it publishes and replays."""
+    """Return an engine as the router takes it: its URL, and the endpoints of events and replays of each rank."""
     ranks = zip(engine.events, engine.replays, strict=True)
     return f"{engine.url}=" + ",".join("+".join(rank) for rank in ranks)
 

@@ -1,8 +1,8 @@
-"""A router in another process, tested from outside: requests over HTTP, KV events over ZMQ, and where each request
-went.
-
-The test says nothing to the router: it warms workers directly, asks the router, and looks where `kv_server` saw the
+"""A router in another process, tested from outside: requests over HTTP, KV events over ZMQ, and the worker of each
 request.
+
+The test has no access to the router: it warms workers directly, sends requests to the router, and checks where
+`kv_server` saw them.
 """
 
 import http.client
@@ -42,7 +42,7 @@ def port_of(url):
 
 @pytest.fixture(params=["plain_router.py", "dynamo_router.py"])
 def router(request, kv_server):
-    """The port of a router that hears all workers."""
+    """Yield the port of a router that receives the events of all workers."""
     if request.param == "dynamo_router.py" and not has_selection_service():
         pytest.skip("needs ai-dynamo-runtime 1.6")
     workers = [f"{kv_server.url(each)}={kv_server.publisher(each).endpoint}" for each in kv_server.workers]
@@ -55,16 +55,16 @@ def router(request, kv_server):
 
 
 def sent_to(kv_server, router, prompt):
-    """Ask the router, and return to whom it sent the prompt."""
+    """Send a prompt to the router, and return the worker that it picked."""
     complete(router, prompt)
     return kv_server.requests[-1].worker
 
 
 def wait_applied(kv_server, router, worker):
-    """Return when the router has applied the events of a worker so far: it finds what was served there after them,
-    again and again.
+    """Wait until the router has applied the events of a worker so far: it repeatedly finds prompts that were served
+    there after them.
 
-    Each prompt is asked for once, and a while after it was served: who is sent a prompt holds it from then on.
+    Each prompt is requested once, and a while after it was served: a worker that gets a prompt holds it from then on.
     """
     served, right = [], 0
 
@@ -90,7 +90,7 @@ def test_each_prompt_goes_to_who_holds_it(kv_server, router):
 
 @pytest.mark.parametrize(
     "router", ["plain_router.py"], indirect=True
-)  # Dynamo's service learns of restarts from its control plane, and not from events
+)  # Dynamo's service gets restarts from its control plane, not from events
 def test_a_restarted_worker_is_empty(kv_server, router):
     text = kv_server.text(blocks=4)
     complete(port_of(kv_server.url(1)), text)
@@ -99,6 +99,6 @@ def test_a_restarted_worker_is_empty(kv_server, router):
     kv_server.restart(1)
     assert kv_server.held(text) == {}
     complete(port_of(kv_server.url(0)), text)
-    for worker in (1, 0):  # the numbers of worker 1 begin anew, which shows that it was restarted
+    for worker in (1, 0):  # the batch numbers of worker 1 begin again, which shows the restart
         wait_applied(kv_server, router, worker)
     assert sent_to(kv_server, router, text) == 0

@@ -1,4 +1,4 @@
-"""`sticky_router.py` holds the contract of router processes, as far as a router can that reads no events."""
+"""`sticky_router.py` fulfils the contract of router processes, as far as it applies to a router without events."""
 
 import sys
 from pathlib import Path

@@ -1,20 +1,19 @@
-"""AIBrix's prefix-cache rule: a table of what was sent where, without events; by load where that is uneven."""
+"""AIBrix's prefix-cache rule: a table of sent blocks, without events; load decides if it is uneven."""
 
 from random import Random
 from statistics import fmean, pstdev
 
 
 class AibrixRule:
-    """The longest prefix that the table has, among the workers that are not busier than most; else the fewest open
-    requests.
+    """The longest prefix in the table among workers that are not unusually busy; otherwise the fewest open requests.
 
-    Its table believes that a worker keeps a block for `ttl_ms`: it hears of no eviction and of no restart.
+    The table assumes that a worker keeps a block for `ttl_ms`, as it receives neither evictions nor restarts.
 
     Args:
-        seed: of the choice among equals.
-        imbalance: from which difference of open requests on prefixes do not count.
-        ttl_ms: how long a block is remembered that is not asked for, by the fleet's clock: `time.monotonic()` stands
-            still there.
+        seed: seed of the choice among equals.
+        imbalance: difference of open requests above which prefixes do not count.
+        ttl_ms: how long an unused block is kept in the table, by the fleet's clock: `time.monotonic()` stands still
+            there.
     """
 
     needs_candidates = True
@@ -23,7 +22,7 @@ class AibrixRule:
         self.rng = Random(seed)
         self.imbalance = imbalance
         self.ttl_ms = ttl_ms
-        self.sent = {}  # by block: when it was sent to which worker
+        self.sent = {}  # by block and worker: when it was sent there
 
     def pick(self, request, candidates):
         open_ = {each.worker: each.active_requests for each in candidates}

@@ -1,8 +1,8 @@
-"""For hybrid models: of what a worker holds of a prompt, count up to where an earlier request's chain ended or
+"""A policy for hybrid models: count the held blocks of a prompt only up to where an earlier request's chain ended or
 branched.
 
-An engine keeps windows and states where a chain ends, and where a prompt left one that it had. In between it holds
-blocks of full attention that no prompt can go on from, and no event says so.
+An engine keeps windows and states where a chain ends, and where a prompt branched off. In between it holds blocks of
+full attention from which no prompt can resume, and no event shows this.
 """
 
 from pytest_kvmock import Cleared, RadixIndex, Removed, Stored, sequence_hashes
@@ -18,7 +18,7 @@ class PlainOverlap:
 
     def __init__(self):
         self.index = RadixIndex(count_copies=True)
-        self.counted = {}  # by the tokens of a prompt: blocks that it was sent for
+        self.counted = {}  # by the tokens of a prompt: the overlap for which it was sent
 
     def apply(self, event):
         self.index.apply(event)
@@ -27,7 +27,7 @@ class PlainOverlap:
         return self.index.find_matches(request.local_hashes).scores.get((worker, 0), 0)
 
     def rank(self, request, candidate):
-        """By what candidates are compared: the greatest is picked."""
+        """Return the key of a candidate: the greatest is picked."""
         return self.blocks(request, candidate.worker), -candidate.active_requests
 
     def pick(self, request, candidates):
@@ -40,11 +40,11 @@ class PlainOverlap:
 
 
 class ChainEnds(PlainOverlap):
-    """As that, but counts up to the last end of a chain, or branch, that the worker holds."""
+    """The same, but counts up to the last end of a chain, or branch, that the worker holds."""
 
     def __init__(self):
         super().__init__()
-        self.names = {}  # of each worker: its name of a block, and ours, which is of all tokens up to its end
+        self.names = {}  # by worker: our hash for each of its block names, of all tokens up to the block's end
         self.ends = {}
 
     def apply(self, event):
@@ -53,7 +53,7 @@ class ChainEnds(PlainOverlap):
         if isinstance(data, Cleared):
             self.ends.pop(worker, None)
         if isinstance(data, Cleared | Removed | SparseStored) or not isinstance(data, Stored):
-            return  # what was removed is no part of what the index counts
+            return  # the index does not count removed blocks
         if extra.get("kv_cache_spec_kind", ATTENTION[0]) not in ATTENTION:
             return
         names = self.names.setdefault(worker, {})
@@ -67,7 +67,9 @@ class ChainEnds(PlainOverlap):
         return next((depth for depth in range(held, 0, -1) if request.sequence_hashes[depth - 1] in ends), 0)
 
     def rank(self, request, candidate):
-        """Among equals, a worker that holds more will leave a branch there: the next request finds it."""
+        """Return the key of a candidate. Among equals, a worker that holds more will leave a branch there, which the
+        next request finds.
+        """
         held = super().blocks(request, candidate.worker)
         return self.blocks(request, candidate.worker), held, -candidate.active_requests
 

@@ -1,18 +1,18 @@
-"""Dynamo's cost, written out: the blocks yet to prefill, less those that are there, and the blocks of open requests.
+"""Dynamo's cost, written out: the blocks to prefill, minus the cached ones, plus the blocks of open requests.
 
-`pytest_kvmock.fleets.routing.selection.DynamoRouter` has all of it, queue, temperature and releases too. This is what
-one pick comes to.
+`pytest_kvmock.fleets.routing.selection.DynamoRouter` has the complete rule, with queue, temperature and releases. This
+is the cost of one pick.
 """
 
 from random import Random
 
 
 class DynamoCost:
-    """The least cost; equals are drawn.
+    """The least cost; ties are broken at random.
 
     Args:
-        seed: of the choice among equals.
-        overlap_weight: what a block that is there is worth, in blocks of prefill.
+        seed: seed of the choice among equals.
+        overlap_weight: the value of a cached block, in blocks of prefill.
     """
 
     needs_candidates = True

@@ -1,4 +1,4 @@
-"""A hash ring with bounded loads: prompts that begin alike go to one worker, unless it has too much to do."""
+"""A hash ring with bounded loads: prompts with the same beginning go to one worker, unless it is too busy."""
 
 from bisect import bisect
 from hashlib import blake2b
@@ -9,11 +9,11 @@ def place(*parts):
 
 
 class HashRing:
-    """A worker that comes or goes moves the prompts of its own places on the ring, and no others.
+    """A worker that joins or leaves moves only the prompts of its own places on the ring.
 
     Args:
         points: places of a worker on the ring.
-        bound: how far a worker may be above the mean of open requests.
+        bound: factor by which a worker may exceed the mean of open requests.
     """
 
     needs_candidates = True

@@ -1,18 +1,17 @@
 """llm-d's scorers: prefix 3, queue 2, KV cache usage 2, each from 0 to 1; the best sum wins.
 
-Queue and usage are metrics of the engines: run it with `Fleet(..., loads="engine", loads_every_ms=50)`, as they are
-polled.
+Queue and usage are polled metrics of the engines: run it with `Fleet(..., loads="engine", loads_every_ms=50)`.
 """
 
 from random import Random
 
 
 class Scorers:
-    """The weighted sum of three scorers; equals are drawn.
+    """The weighted sum of three scorers; ties are broken at random.
 
     Args:
-        seed: of the choice among equals.
-        weights: of prefix, queue and usage.
+        seed: seed of the choice among equals.
+        weights: weights of prefix, queue and usage.
     """
 
     needs_candidates = True

@@ -1,16 +1,16 @@
-"""Ray Serve's prefix-aware rule: a tree of the texts that were sent where, without events; of equal matches the
-shortest queue.
+"""Ray Serve's prefix-aware rule: a tree of the texts sent to each worker, without events; the shortest queue among
+equal matches.
 
-The tree is Ray's own where Ray is installed: `RayRule(PrefixTree())`, of
-`ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree` (`pip install "ray[serve]"`). `SentTexts` answers as
-it does.
+With Ray installed, use its own tree: `RayRule(PrefixTree())`, of
+`ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree` (`pip install "ray[serve]"`). `SentTexts` gives the
+same answers.
 """
 
 from random import Random
 
 
 class SentTexts:
-    """As much of Ray's PrefixTree as the rule asks for: by worker, every beginning of a text that was sent there."""
+    """The part of Ray's PrefixTree that the rule uses: by worker, every prefix of a text that was sent there."""
 
     def __init__(self):
         self.sent = {}
@@ -40,12 +40,12 @@ class SentTexts:
 
 
 class RayRule:
-    """The longest match if it is a tenth of the prompt at least, else the workers of which least is remembered.
+    """The longest match if it is at least a tenth of the prompt; otherwise the workers with the smallest trees.
 
     Args:
-        tree: Ray's, or `SentTexts`.
-        seed: of the two workers that are drawn where loads are uneven.
-        imbalanced: above which difference of open requests prefixes do not count; by default they always do.
+        tree: Ray's tree, or `SentTexts`.
+        seed: seed of the choice of two workers when loads are uneven.
+        imbalanced: difference of open requests above which prefixes do not count; by default they always count.
         match_rate: the share of a prompt that must match.
     """
 
@@ -56,7 +56,7 @@ class RayRule:
         self.rng = Random(seed)
         self.imbalanced = imbalanced
         self.match_rate = match_rate
-        self.letters = {}  # Ray reads texts; here a block is a letter
+        self.letters = {}  # Ray compares texts; here each block is a letter
         self.known = set()
 
     def text(self, request):

@@ -1,14 +1,16 @@
-"""SGLang's cache-aware rule: a tree of what was sent where, without events; by load where that is uneven."""
+"""SGLang's cache-aware rule: a tree of the prompts sent to each worker, without events; load decides if it is
+uneven.
+"""
 
 
 class CacheAware:
-    """The longest match if it is more than half of the prompt, else the worker of which least is remembered.
+    """The longest match if it is more than half of the prompt; otherwise the worker with the smallest tree.
 
     Args:
         threshold: the share of a prompt that must match.
-        apart: by how many open requests workers must differ to be uneven,
-        ratio: and by which factor.
-        blocks: how many blocks are remembered of a worker, those used last.
+        apart: loads are uneven if open requests differ by more than this number,
+        ratio: and by more than this factor.
+        blocks: number of most recently used blocks in a worker's tree.
     """
 
     needs_candidates = True
@@ -42,7 +44,7 @@ class CacheAware:
         held = self.sent.setdefault(worker, {})
         for block in request.sequence_hashes:
             held.pop(block, None)
-            held[block] = True  # the last used stands last
+            held[block] = True  # the most recently used is last
         while len(held) > self.blocks:
             del held[next(iter(held))]
 

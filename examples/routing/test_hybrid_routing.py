@@ -1,4 +1,6 @@
-"""Two policies before eight engines of hybrid models: by what events promise, and by what engines can use."""
+"""Two policies in front of eight engines of hybrid models: one uses the promise of events, one what engines can
+reuse.
+"""
 
 from random import Random
 
@@ -13,7 +15,7 @@ MODELS = ["vllm_gpt_oss", "vllm_qwen3_next", "sglang_gpt_oss", "sglang_qwen3_nex
 
 
 def documents(count=240, seed=0):
-    """Each request asks one question about one of 24 documents, each of which is asked about ten times on average."""
+    """Yield requests with one question about one of 24 documents; each document gets ten questions on average."""
     rng, ids = Random(seed), iter(range(10**9))
     texts = [[next(ids) for _ in range(rng.randint(20, 60))] for _ in range(24)]
     now = 0.0
@@ -24,8 +26,8 @@ def documents(count=240, seed=0):
 
 
 def conversations(count=240, seed=0):
-    """Each request goes on with one of 12 texts; of two in five a part of the end is replaced, and half of them are
-    kept.
+    """Yield requests that each continue one of 12 texts. Two in five replace a part of the end, and half of the results
+    become the text.
     """
     rng, ids = Random(seed), iter(range(10**9))
     texts = [[next(ids) for _ in range(rng.randint(20, 60))] for _ in range(12)]
@@ -41,7 +43,7 @@ def conversations(count=240, seed=0):
 
 
 def served(backend, router, requests=documents):
-    """The share of requests of which the router knew to the block what was reused; and that of tokens that were."""
+    """Return the share of requests whose reused blocks the router knew exactly, and the share of reused tokens."""
     scheduler = "sglang" if backend.startswith("sglang") else "vllm"
     args = MockEngineArgs(engine_type=scheduler, num_gpu_blocks=1600, block_size=BLOCK)
     fleet = Fleet([MockEngine(args, backend=backend) for _ in range(ENGINES)], router, trace_block_size=BLOCK)

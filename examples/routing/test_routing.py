@@ -1,4 +1,4 @@
-"""Seven routing policies on one trace, beside round robin."""
+"""Seven routing policies on one trace, compared with round robin."""
 
 from functools import partial
 from random import Random
@@ -21,7 +21,7 @@ KNOW_PREFIXES = ROUTERS[1:]
 
 
 def tenants(count=200, seed=0):
-    """Each request begins with one of 16 system prompts, some of them asked for far more often than others."""
+    """Yield requests that begin with one of 16 system prompts, some of which are much more frequent than others."""
     rng, ids = Random(seed), iter(range(10**9))
     prompts = [[next(ids) for _ in range(rng.randint(8, 32))] for _ in range(16)]
     weights = [1 / rank for rank in range(1, 17)]
@@ -53,7 +53,7 @@ def test_it_reuses_more_than_turns_do(router):
 
 
 def lived_through(router):
-    """How many requests the worker got that joined after a crash and a restart."""
+    """Return the number of requests of a worker that joined after a crash and a restart."""
     fleet = made_fleet(router)
     fleet.at(600).crash(1)
     fleet.at(900).restart(2)
@@ -69,7 +69,7 @@ def test_it_lives_through_a_crash_a_restart_and_a_join(router):
 
 
 def test_by_default_rays_rule_has_nothing_for_a_worker_that_joins():
-    """Every prompt begins with what some worker has seen, and loads do not count."""
+    """Every prompt begins with a prefix that some worker has seen, and loads do not count."""
     assert lived_through(RayRule()) == 0
 
 

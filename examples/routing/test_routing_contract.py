@@ -1,9 +1,8 @@
-"""The eight policies hold what any router must: they use workers that come, leave out those that go, and let nobody
-wait for ever.
+"""The eight policies fulfil the contract of every router: they use workers that join, leave out those that leave, and
+let no request wait for ever.
 
-SGLang's rule says what it believes of its tree. The others count nothing by themselves, so what the contract asks of
-beliefs is skipped, and says so. Four go where a prefix is though loads speak against it, which `follows_prefix`
-declares.
+SGLang's rule reports the beliefs of its tree. The others count nothing themselves, so tests of beliefs are skipped,
+which the run reports. Four follow a prefix against the loads, which `follows_prefix` declares.
 """
 
 from aibrix_rule import AibrixRule

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's router before its own engines, in virtual time and behind HTTP, and what it gets wrong by nature."""
+"""TensorRT-LLM's router in front of its own engines, in virtual time and over HTTP, and its inherent errors."""
 
 import json
 from random import Random
@@ -21,7 +21,7 @@ ENGINES = [BACKENDS["trtllm"], V1_WITH_HOST, BACKENDS["trtllm_v2"], V2_WITH_HOST
 
 
 def turns(count=240, seed=0):
-    """Prompts that begin with one of 12 texts, of which some are asked for far more often than others."""
+    """Yield prompts that begin with one of 12 texts, some of which are much more frequent than others."""
     rng = Random(seed)
     texts = [[rng.randrange(50_000) for _ in range(rng.randint(30, 90))] for _ in range(12)]
     now = 0.0
@@ -39,7 +39,9 @@ def run(backend, router, policy="guaranteed_no_evict", blocks=60):
 
 
 def errors(router, report):
-    """Of how many requests more blocks, and fewer, were believed to be cached than were reused."""
+    """Return the numbers of requests for which the router believed more, and fewer, blocks to be cached than were
+    reused.
+    """
     pairs = [
         (router.found[number][1], request.first_reused_tokens // BLOCK)
         for number, request in enumerate(report.requests)
@@ -59,8 +61,8 @@ def test_it_serves_all_and_reuses_more_than_turns_do(backend, policy):
     assert report.figure("prefix_cache_reused_ratio") > by_turns.figure("prefix_cache_reused_ratio")
 
 
-# Of 240 requests, with more and with fewer blocks believed than reused; then of the newer one, which adds what it
-# routed.
+# Of 240 requests, those with more and those with fewer blocks believed than reused; then the same for the newer router,
+# which adds the blocks that it routed.
 WRONG = {
     "trtllm": (44, 17, 39, 3),
     "v1_with_host": (15, 12, 10, 3),
@@ -88,7 +90,7 @@ def asked(tokens):
 
 
 def heard(backend, num_blocks=16, **router):
-    """A router, a worker over a backend, and what polls it."""
+    """Return a router, a worker over a backend, and a function that polls the worker."""
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks, workers=1), backend=backend)
     mine = KvCacheAware(**router)
     kv.add_sink(mine.apply)
@@ -106,7 +108,9 @@ def test_until_a_request_has_finished_it_knows_nothing_new():
 
 @pytest.mark.parametrize(("backend", "blocks"), [("trtllm", 3), ("trtllm_v2", 2)])
 def test_the_partial_last_block_is_found_only_over_v1(backend, blocks):
-    """V1 stores all but the last token at the end, V2 a prompt with its last one: what is asked is all but the last."""
+    """V1 stores all but the last token at the end, V2 a prompt including its last one; a look-up covers all but the
+    last.
+    """
     router, worker, poll = heard(backend)
     worker.serve(range(1, 12), 1)
     poll()
@@ -114,7 +118,7 @@ def test_the_partial_last_block_is_found_only_over_v1(backend, blocks):
 
 
 def test_a_leaf_that_a_partial_match_took_counts_on():
-    """The second request takes the block of 5 to 8 without a Removed, and of it two tokens are there then."""
+    """The second request takes the block of 5 to 8 without a Removed; two of its tokens are then cached."""
     router, worker, poll = heard("trtllm")
     worker.serve(range(1, 9))
     worker.serve([1, 2, 3, 4, 5, 6])
@@ -164,7 +168,7 @@ def post(url, body):
 
 
 def served_over_http(router, urls, number, tokens):
-    """Send a prompt where the router says, then poll that server, as the original does."""
+    """Send a prompt to the server that the router picks, then poll that server, as the original does."""
     request = RouterRequest(number, Prompt(tokens), BLOCK, 4)
     scores = {worker: router.score(request, worker) for worker in range(len(urls))}
     worker = max(scores, key=lambda each: (scores[each], -each))
@@ -182,7 +186,7 @@ def test_before_served_engines_it_goes_where_a_prompt_was(backend, dialect):
     router, first, second = KvCacheAware(), [*range(1, 34)], [*range(100, 133)]
     with KvServer(kv, dialect) as server:
         urls = [server.url(worker) for worker in range(2)]
-        router.open[0] = 1  # so that the first goes to the other one
+        router.open[0] = 1  # so that the first prompt goes to the other server
         assert served_over_http(router, urls, 0, first) == (1, 0)
         router.open.clear()
         assert served_over_http(router, urls, 1, second) == (0, 0)

@@ -1,8 +1,7 @@
-"""TensorRT-LLM's KvCacheAwareRouter (`serve/router.py`): a set of hashes a server, polled after each request. As read,
-not run.
+"""TensorRT-LLM's KvCacheAwareRouter (`serve/router.py`): one set of hashes per server, polled after each request. Read
+from its sources, not run.
 
-A set has no counts, and knows no levels, windows or layer groups: Stored adds, Removed discards, all else is passed
-over.
+A set has no counts, levels, windows or layer groups: Stored adds, Removed discards, and other events are ignored.
 """
 
 from collections import Counter, defaultdict
@@ -13,16 +12,16 @@ from pytest_kvmock.engines import V1Hasher
 
 
 class KvCacheAware:
-    """The largest share of a prompt's blocks that is found, less a part of each open request; equals take turns.
+    """The largest share of found blocks of a prompt, minus a weight for each open request; equals take turns.
 
     Args:
-        weight: what an open request takes off.
-        tracks: whether blocks of a prompt count as cached where it was sent, before its server says so (newer).
-        hasher: names blocks, as `kv_cache_hash_algo` of `/server_info` says.
-        tokens_per_block: of its hashes; None: as the servers have.
+        weight: the deduction for an open request.
+        tracks: whether blocks of a prompt count as cached at its server before the server reports them (newer).
+        hasher: names blocks, by `kv_cache_hash_algo` of `/server_info`.
+        tokens_per_block: tokens per block of its hashes; None: as on the servers.
 
     Attributes:
-        found: of each request, the worker that it was sent to and how many blocks were believed to be there.
+        found: by request, the worker that it was sent to and the number of blocks believed to be cached there.
     """
 
     needs_candidates = True
@@ -31,13 +30,13 @@ class KvCacheAware:
         self.weight, self.tracks, self.tokens_per_block = weight, tracks, tokens_per_block
         self.hasher = V1Hasher() if hasher is None else hasher
         self.known = defaultdict(set)
-        self.unread = defaultdict(list)  # what a server holds until it is polled
+        self.unread = defaultdict(list)  # events that a server holds until it is polled
         self.open = Counter()
         self.turn = 0
         self.found, self.sent_to = {}, {}
 
     def hashes(self, tokens, size):
-        """Of all tokens but the last, a last block that is not full included."""
+        """Return the hashes of all tokens except the last one, including a partial last block."""
         tokens = list(tokens)[:-1]
         return [self.hasher.name(each) for each in self.hasher.digests(tokens, size, 0, None)]
 
@@ -78,7 +77,7 @@ class KvCacheAware:
         self.polled(worker, self.unread.pop(worker, ()))
 
     def polled(self, worker, events):
-        """Read what a server answers once a request to it has finished."""
+        """Apply the events that a server returns after a request to it has finished."""
         for event in events:
             if isinstance(event.data, Stored):
                 self.known[worker].update(event.data.block_hashes)

@@ -4,7 +4,7 @@ from random import Random
 
 
 class TwoChoices:
-    """It knows no cache, and needs nothing but a seed."""
+    """It ignores caches, and needs only a seed."""
 
     needs_candidates = True
 

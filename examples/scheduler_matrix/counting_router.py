@@ -1,6 +1,6 @@
-"""A router index that a scheduler's traffic tests: which worker holds which prefix, and how many blocks in all.
+"""A router index for tests with a scheduler's traffic: the prefixes of each worker, and its total number of blocks.
 
-It counts what it is told, and so knows how full the caches of the workers are.
+It counts the blocks of events, and so knows how full the workers' caches are.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pytest_kvmock import Cleared, Removed, RouterEvent, Stored
 
 
 class CountingRouter:
-    """Which worker has which prefix, by the chain of local hashes up to each block."""
+    """The prefixes of each worker, by the chain of local hashes up to each block."""
 
     def __init__(self) -> None:
-        self._chains: dict[int, dict[int, tuple[int, ...]]] = {}  # of each worker: the chain of each block
+        self._chains: dict[int, dict[int, tuple[int, ...]]] = {}  # by worker: the chain of each block
         self._places: dict[int, Counter[tuple[int, ...]]] = {}
         self.stored: Counter[int] = Counter()
         self.removed: Counter[int] = Counter()
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event of a worker."""
+        """Apply one event of a worker."""
         worker, data = event.worker_id, event.event.data
         chains = self._chains.setdefault(worker, {})
         places = self._places.setdefault(worker, Counter())
@@ -43,7 +43,7 @@ class CountingRouter:
             places.clear()
 
     def find_matches(self, local_hashes: Sequence[int]) -> dict[int, int]:
-        """How many leading blocks of a prompt each worker has; who has none is absent."""
+        """Return the number of leading blocks of a prompt that each worker has; workers without any are absent."""
         found = {}
         for worker, places in self._places.items():
             depth = 0
@@ -54,5 +54,5 @@ class CountingRouter:
         return found
 
     def num_blocks(self, worker: int) -> int:
-        """How many blocks a worker holds."""
+        """Return the number of blocks that a worker holds."""
         return len(self._chains.get(worker, ()))

@@ -3,8 +3,8 @@
     pytest examples/scheduler_matrix
     pytest examples/scheduler_matrix -k "shared and cached"
 
-The marker runs the test over the eight cases of Dynamo's scheduler matrix, on each of its backends: here on one. After
-each body the events are judged, and the index is compared with the reference index.
+The marker runs the test over the eight cases of Dynamo's scheduler matrix, on each backend of the test, here one. After
+each body the events are checked, and the index is compared with the reference index.
 """
 
 import pytest
@@ -36,7 +36,7 @@ def test_the_router_knows_what_the_engine_has(kv_engine, kv_scheduler_case, kv_s
 @pytest.mark.kvmock(num_blocks=500, block_size=64, engine={"speedup_ratio": 1000.0, "semantics": "1.2.1"})
 @pytest.mark.kv_backends("lineage", "vllm")
 def test_turns_of_a_chat_find_what_was_said(kv_engine, kv_harness, kv_prompt):
-    """Beside the matrix: requests that arrive one after the other."""
+    """Outside of the matrix: requests that arrive one after the other."""
     prompt = kv_prompt(blocks=4)
     kv_engine.submit(prompt, 100)
     kv_engine.run()

@@ -1,8 +1,8 @@
-"""A router that knows tiers: it prefers the device to the host, and the host to computing a prefix again.
+"""A router that uses tiers: it prefers the device to the host, and the host to recomputing a prefix.
 
-Each worker has a device and a host. What the device evicts goes to the host, and comes back when it is asked for. Both
-take time, in ms that the test passes on (`worker.tick`); there is no clock. `test_tiered_trace.py` serves a whole
-trace.
+Each worker has a device and a host. Blocks that the device evicts go to the host, and come back when they are needed.
+Both moves take time, in ms that the test advances (`worker.tick`); there is no clock. `test_tiered_trace.py` serves a
+whole trace.
 """
 
 import pytest
@@ -26,7 +26,7 @@ def router(kv_index, kv_harness):
 
 
 def push_to_host(worker, prompt, other):
-    """Serve a prompt, and then another that needs the whole device, so that the first is on the host alone."""
+    """Serve a prompt, then another that needs the whole device, so that the first is only on the host."""
     worker.serve(prompt)
     worker.serve(other)
     worker.tick(worker.now + 1000.0)
@@ -61,7 +61,7 @@ def test_a_prefix_in_two_tiers_is_credited_in_both(router, kv_harness, kv_worker
 
 
 def test_what_is_on_its_way_to_the_host_is_in_no_tier_yet(kv_harness, kv_worker, kv_prompt):
-    """The device says at once that a block is gone; the host says that it has it when the transfer is done."""
+    """The device publishes the removal of a block at once; the host publishes the block when the transfer is done."""
     prompt = kv_prompt(blocks=4)
     kv_worker.serve(prompt)
     with pytest.raises(Exception, match="on their way to the host"):

@@ -1,4 +1,4 @@
-"""A trace through two workers with a host each, and what the host was good for.
+"""A trace through two workers with a host each, and the use of the host.
 
 `pytest examples/tiered_router` takes a synthetic trace. For a real one, in the Mooncake format:
 
@@ -6,8 +6,8 @@
 
 Requests overlap, and last as long as their output takes. The times of the trace are the only clock.
 
-`multi_lru` links some blocks wrongly and says of some that they are gone while it has them, as the real one does. These
-are warnings: a router has to live with them.
+`multi_lru` links some blocks wrongly and publishes some as removed while it holds them, like the real one. These are
+warnings: a router must tolerate them.
 """
 
 from collections import Counter
@@ -53,7 +53,7 @@ class Fleet:
         self._running = []  # heap of (end, number, worker, request)
 
     def serve(self, number, row):
-        """Route one request of the trace and prefill it, when those that have ended by now are done."""
+        """Finish the requests that have ended by now, then route and prefill one request of the trace."""
         prompt, now = row.prompt(), row.timestamp or 0.0
         while self._running and self._running[0][0] <= now:
             self._finish_next()
@@ -71,13 +71,13 @@ class Fleet:
             self._finish_next()
 
     def _prefill(self, worker, prompt, now):
-        worker.tick(max(worker.now, now))  # a prefill that waited for blocks has moved it on
+        worker.tick(max(worker.now, now))  # a prefill that waited for blocks has advanced it
         while True:
             try:
                 return worker.prefill(prompt)
             except OutOfBlocks:
                 if not worker.requests:
-                    raise  # it is larger than the worker
+                    raise  # the prompt is larger than the worker
                 self._finish_next()
 
     def _finish_next(self):
@@ -86,7 +86,7 @@ class Fleet:
         self.router.finish(worker, request.prompt.block_hashes(MOONCAKE_BLOCK_SIZE))
 
     def table(self, title):
-        """What each worker did, in lines."""
+        """Return a table with one line per worker."""
         lines = [title, "worker  blocks asked  cached  hit rate  from the host"]
         for name, workers in (*((str(w), [w]) for w in self.workers), ("all", list(self.workers))):
             asked, cached, onboarded = (
@@ -108,7 +108,7 @@ def test_a_trace_is_served_by_two_workers_with_a_host(router, kv_harness, kv_tra
     with capsys.disabled():
         print("\n" + fleet.table(f"{len(kv_trace)} requests over 2 workers, {kv_backend}"))
     assert 0 < fleet.onboarded.total() <= fleet.cached.total() <= fleet.asked.total()
-    if "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else the engines hold more than they said
+    if "evicted_and_restored" not in kv_harness.events.counts.warnings:  # else engines hold more than they published
         kv_harness.assert_in_sync()
         for number, worker in kv_harness.workers.items():
             for tier in (StorageTier.DEVICE, StorageTier.HOST_PINNED):

@@ -1,8 +1,8 @@
-"""A router for workers with host memory below the device, which is what `test_tiered_router.py` tests.
+"""A router for workers with host memory below the device, tested by `test_tiered_router.py`.
 
-A prefix that the device holds costs nothing. One that host memory holds comes back over a link, which is cheaper than
-to compute it again. So a block on the device saves a whole block of prefill, and one that extends it on the host saves
-three quarters of one: the weights of Dynamo's router, `overlap_score_credit` and `host_cache_hit_weight`.
+A prefix on the device costs nothing. A prefix in host memory comes back over a link, which is cheaper than recomputing
+it. A block on the device therefore saves a whole block of prefill, and a block on the host that extends it saves three
+quarters: the weights of Dynamo's router, `overlap_score_credit` and `host_cache_hit_weight`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from typing import TypeAlias
 from pytest_kvmock import Removed, RouterEvent, StorageTier, Stored
 
 Edge: TypeAlias = tuple[int | None, int]
-"""The block before (None: there is none) and the local hash of the block."""
+"""The previous block (None for a root) and the local hash of the block."""
 
 CREDIT = {StorageTier.DEVICE: 1.0, StorageTier.HOST_PINNED: 0.75, StorageTier.DISK: 0.25}
-"""What a block of a tier saves, in blocks of prefill; other tiers save nothing."""
+"""The saving of a block in each tier, in blocks of prefill; other tiers save nothing."""
 
 
 class Tier:
-    """The blocks that one worker has in one tier, each with the edge that leads to it.
+    """The blocks of one worker in one tier, each with the edge that leads to it.
 
-    No block is looked for before its parent is reached, so it does not matter in which order they came: the host stores
-    a prefix from its end.
+    A look-up reaches a block only through its parent, so the order of arrival does not matter: the host stores a prefix
+    from its end.
     """
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Tier:
         return len(self._edges)
 
     def store(self, data: Stored) -> None:
-        """Take the blocks of a Stored."""
+        """Add the blocks of a Stored."""
         parent = data.parent_hash
         for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
             self.remove([block])
@@ -44,14 +44,14 @@ class Tier:
             parent = block
 
     def remove(self, blocks: Iterable[int]) -> None:
-        """Forget blocks."""
+        """Remove blocks."""
         for block in blocks:
             edge = self._edges.pop(block, None)
             if edge is not None and self._after.get(edge) == block:
                 del self._after[edge]
 
     def follow(self, block: int | None, local_hashes: Sequence[int]) -> list[int]:
-        """Return the blocks that come after one, as far as they match."""
+        """Return the blocks that follow a block, as far as they match."""
         found: list[int] = []
         for local in local_hashes:
             block = self._after.get((block, local))
@@ -62,13 +62,13 @@ class Tier:
 
 
 class TieredIndex:
-    """Which worker has which prefix in which tier. One rank a worker."""
+    """The prefixes of each worker in each tier, for one rank per worker."""
 
     def __init__(self) -> None:
         self._tiers: defaultdict[tuple[int, StorageTier], Tier] = defaultdict(Tier)
 
     def apply(self, event: RouterEvent) -> None:
-        """Take one event of a worker."""
+        """Apply one event of a worker."""
         data, tier = event.event.data, self._tiers[event.worker_id, event.storage_tier]
         if isinstance(data, Stored):
             tier.store(data)
@@ -78,12 +78,14 @@ class TieredIndex:
             self.remove_worker(event.worker_id)
 
     def remove_worker(self, worker: int) -> None:
-        """Forget a worker that was removed or restarted."""
+        """Drop a worker that was removed or restarted."""
         for tier in StorageTier:
             self._tiers.pop((worker, tier), None)
 
     def find_tiered(self, local_hashes: Sequence[int]) -> dict[StorageTier, dict[tuple[int, int], int]]:
-        """Count the leading blocks of a prompt: of each tier those by which it extends what the faster ones have."""
+        """Return the leading blocks of a prompt: for each tier, the blocks by which it extends the match of the faster
+        tiers.
+        """
         found: dict[StorageTier, dict[tuple[int, int], int]] = {tier: {} for tier in StorageTier}
         for worker in {worker for worker, _ in self._tiers}:
             block: int | None = None
@@ -98,17 +100,17 @@ class TieredIndex:
         return found
 
     def size(self, worker: int, tier: StorageTier) -> int:
-        """Count the blocks of a worker in a tier."""
+        """Return the number of blocks of a worker in a tier."""
         return len(self._tiers[worker, tier])
 
 
 class TieredRouter:
-    """Chooses a worker for each prompt: the one for which least is left to prefill, load counted in.
+    """Chooses a worker for each prompt: the one with the least left to prefill, including its load.
 
     Args:
-        index: what the workers have, in which tier.
-        workers: their ids.
-        credit: what a block of a tier saves, in blocks of prefill.
+        index: the index of the workers' blocks by tier.
+        workers: the ids of the workers.
+        credit: the saving of a block in each tier, in blocks of prefill.
     """
 
     def __init__(
@@ -120,7 +122,7 @@ class TieredRouter:
         self._routed = dict.fromkeys(workers, 0)
 
     def cost(self, local_hashes: Sequence[int]) -> dict[int, float]:
-        """Return what a prompt costs at each worker, in blocks."""
+        """Return the cost of a prompt on each worker, in blocks."""
         costs = {worker: float(len(local_hashes) + self._active[worker]) for worker in self._routed}
         for tier, matches in self.index.find_tiered(local_hashes).items():
             for (worker, _), blocks in matches.items():
@@ -129,7 +131,7 @@ class TieredRouter:
         return costs
 
     def route(self, local_hashes: Sequence[int]) -> int:
-        """Choose the cheapest worker, of several the one that was chosen least, and count the request as running
+        """Choose the cheapest worker, among equals the one that was chosen least, and count the request as running
         there.
         """
         costs = self.cost(local_hashes)
@@ -139,5 +141,5 @@ class TieredRouter:
         return worker
 
     def finish(self, worker: int, local_hashes: Sequence[int]) -> None:
-        """Take note that a request which was routed is done."""
+        """Stop counting a finished request."""
         self._active[worker] -= len(local_hashes)

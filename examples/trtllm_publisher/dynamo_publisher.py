@@ -1,8 +1,8 @@
-"""What Dynamo's publisher for TensorRT-LLM gives its router, as a filter between a worker and an index.
+"""Dynamo's publisher for TensorRT-LLM, as a filter between a worker and an index.
 
-As read in ai-dynamo 1.6.1 (`dynamo.trtllm`), not run: of windows the longest alone, which it learns from the created
-events; of a Stored what stands before the first partial block; no Removed of what it left out; hashes signed; Updated
-and created are ignored, so that a block on the host counts as one of the device until it is gone.
+Its rules are read from ai-dynamo 1.6.1 (`dynamo.trtllm`), not run. It passes on only the longest window, known from the
+created events; the blocks of a Stored before the first partial one; no Removed of blocks that it left out; and signed
+hashes. Updated and created are ignored, so that a block on the host counts as one on the device until it is gone.
 """
 
 from collections import defaultdict
@@ -13,18 +13,18 @@ from pytest_kvmock.values import Updated
 
 
 class DynamoPublisher:
-    """Gives an index what Dynamo's publisher lets through; itself what is tested as an index.
+    """Passes the events of Dynamo's publisher on to an index, and is itself tested as an index.
 
     Args:
-        index: Dynamo's, or another that it is to feed.
-        block_size: tokens a block, which Dynamo's is told, too.
+        index: Dynamo's index, or another one to feed.
+        block_size: tokens per block, which Dynamo's publisher also needs.
     """
 
     def __init__(self, index, block_size):
         self.index, self.block_size = index, block_size
         self.find_matches = index.find_matches
         self.longest = {}  # by worker and rank
-        self.partial = defaultdict(set)  # names that were left out, likewise
+        self.partial = defaultdict(set)  # names that were left out, by the same
 
     def apply(self, event):
         passed = self.passed(event)
@@ -32,7 +32,7 @@ class DynamoPublisher:
             self.index.apply(passed)
 
     def passed(self, event):
-        """What is published of an event; None: nothing."""
+        """Return the part of an event that is published; None if nothing is."""
         data, window = event.data, event.extra["window_size"]
         if isinstance(data, Cleared):
             self.longest[event.key] = max(window, self.longest.get(event.key, 0))
@@ -51,7 +51,7 @@ class DynamoPublisher:
         return replace(event, event=replace(event.event, data=data), token_ids=None, extra=None)
 
     def whole(self, data, token_ids, left_out):
-        """A Stored up to its first partial block, in signed hashes."""
+        """Return a Stored up to its first partial block, with signed hashes."""
         sizes = [*map(len, token_ids)]
         count = sizes.count(self.block_size)  # only the last one may have fewer
         left_out.update(data.block_hashes[count:])
@@ -60,5 +60,5 @@ class DynamoPublisher:
 
 
 def signed(name):
-    """A hash of 64 bits without a sign as one with a sign."""
+    """Return an unsigned 64-bit hash as a signed one."""
     return name - 2**64 if name >= 2**63 else name

@@ -1,4 +1,6 @@
-"""A router behind Dynamo's publisher answers as the reference does, and overestimates what fell to the host."""
+"""A router behind Dynamo's publisher agrees with the reference index, but overestimates blocks that moved to the
+host.
+"""
 
 import pytest
 from dynamo_publisher import DynamoPublisher
@@ -10,7 +12,7 @@ TWO_WINDOWS = BACKENDS["trtllm"].variant("trtllm_two_windows", windows=[32, 256]
 
 
 def served(backend, index):
-    """A worker that has served some prompts that share a beginning, more than its device holds."""
+    """Yield a harness whose worker has served prompts with a common prefix, more than its device holds."""
     kv = RouterHarness(
         EngineProfile(block_size=4, num_blocks=16, workers=1), backend=backend, index=index, sync="every"
     )

@@ -10,12 +10,12 @@ ATTENTION = ("full_attention", "mla_attention")
 
 
 class Worker:
-    """What one worker holds."""
+    """The blocks of one worker."""
 
     def __init__(self, block_size):
         self.size, self.group = block_size, None  # the number of its attention group
-        self.prefix = {}  # of the name of a block all tokens of the prompt up to the end of the block
-        self.copies = Counter()  # of these, in the attention group alone
+        self.prefix = {}  # by block name: all tokens of the prompt up to the end of the block
+        self.copies = Counter()  # by these tokens, in the attention group only
 
     def apply(self, event):
         if event["type"] == "BlockStored":
@@ -31,7 +31,7 @@ class Worker:
             if event["group_idx"] == self.group:
                 self.copies.subtract(self.prefix[name] for name in event["block_hashes"] if name in self.prefix)
         else:
-            self.copies.clear()  # AllBlocksCleared is of all groups
+            self.copies.clear()  # AllBlocksCleared is about all groups
 
     def blocks(self, tokens):
         ends = range(self.size, len(tokens) + 1, self.size)

@@ -1,4 +1,4 @@
-"""The reader answers each query of the vectors within what is reused and what is held."""
+"""The reader's answer to each query of the vectors lies between the reused and the held blocks."""
 
 from reader import wrong_answers
 

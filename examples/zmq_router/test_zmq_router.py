@@ -1,7 +1,7 @@
-"""Tests of a router that subscribes to three workers: over every dialect, and over the faults of a wire.
+"""Tests of a router that subscribes to three workers: over every dialect, and with faults of the wire.
 
-No test sleeps: `await_subscribed` returns when nothing that is published is lost, and `asettle` asks the router until
-it answers what is right.
+No test sleeps: `await_subscribed` returns when no later event can be lost, and `asettle` queries the router until its
+answers are right.
 """
 
 import pytest
@@ -12,7 +12,7 @@ TWO = pytest.mark.kv_dialects("vllm-0.23", "sglang-0.5.22")
 
 
 class Fleet:
-    """Three workers, their publishers, and the prompts that they served."""
+    """Three workers, their publishers, and the served prompts."""
 
     def __init__(self, harness, make_prompt, publishers):
         self.harness, self.make_prompt, self.publishers = harness, make_prompt, publishers
@@ -29,10 +29,10 @@ class Fleet:
             await publisher.await_subscribed()
 
     def serve(self, rounds, worker=None):
-        """Serve prompts; what a prompt changes is one batch.
+        """Serve prompts; the events of a prompt are one batch.
 
-        The first of four begins with the system prompt; the second and the fourth continue the one before on their
-        worker. The worker is cleared before the seventh of eight.
+        Of four prompts on a worker, the first begins with the system prompt; the second and the fourth continue the
+        previous one. The worker is cleared before the seventh of eight.
         """
         for _ in range(rounds):
             for number in range(3) if worker is None else [worker]:
@@ -60,7 +60,7 @@ class Fleet:
 
 
 def last_applied(worker, publisher):
-    """What asks whether a router has applied all that was published."""
+    """Return a function that checks whether a router has applied all published batches."""
 
     async def probe():
         return worker.next == publisher.batches()
@@ -104,7 +104,7 @@ async def test_a_block_is_there_until_its_last_copy_is_removed(fleet, kv_prompt,
         await fleet.subscribed()
         first, second = worker.prefill(prompt), worker.prefill(prompt)  # the last block is computed twice
         first.finish()
-        worker.serve(kv_prompt(blocks=6))  # in the place of one of its copies
+        worker.serve(kv_prompt(blocks=6))  # evicts one of its copies
         assert len(kv_events.removed_blocks) == 1
         await fleet.publishers[0].asettle(last_applied(router.workers[0], fleet.publishers[0]))
         assert router.overlap(prompt.tokens) == {0: 2}
@@ -152,7 +152,7 @@ async def test_one_that_comes_late_asks_for_all(fleet):
     fleet.serve(3)
     async with fleet.router() as router:
         await fleet.subscribed()
-        fleet.serve(1)  # it does not know that it missed any before
+        fleet.serve(1)  # the router does not know that it missed any
         await fleet.settled(router)
     assert [replay.start for replay in fleet.publishers[2].replays] == [0]
 

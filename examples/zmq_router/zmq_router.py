@@ -1,8 +1,8 @@
-"""A small router that subscribes to the KV events of its workers, with asyncio, and sends a request where its prefix
-is.
+"""A small asyncio router that subscribes to the KV events of its workers, and sends a request to the worker that holds
+its prefix.
 
-It reads what every version of vLLM and SGLang writes (`read_batch`), asks for what it missed, and notices a restart. In
-its index the engine's hashes are names alone: the router hashes the tokens itself.
+It reads the events of every version of vLLM and SGLang (`read_batch`), asks for missed batches, and notices a restart.
+Its index uses the engine's hashes only as names: the router hashes the tokens itself.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import zmq
 import zmq.asyncio
 
 TRIES = 3
-"""How often a replay is asked for, before what it does not bring is given up."""
+"""How often a replay is requested before the missing batches are given up."""
 
 END = b"\xff" * 8
 FIELDS = {
@@ -25,16 +25,17 @@ FIELDS = {
     "BlockRemoved": ("block_hashes",),
     "AllBlocksCleared": (),
 }
-"""What it reads of each kind of event: an array begins with these, in this order, and a map has them by name."""
+"""The fields that it reads of each kind of event: an array begins with these, in this order, and a map has them by
+name."""
 
 _read = msgspec.msgpack.Decoder().decode
 
 
 def read_batch(payload: bytes) -> tuple[float, list[tuple[str, list[Any]]]]:
-    """Return the time of a batch, and the kind and values of each event that is known.
+    """Return the time of a batch, and the kind and values of each known event.
 
     Raises:
-        ValueError: it is no batch.
+        ValueError: the payload is not a batch.
     """
     try:
         time, events, *_ = _read(payload)
@@ -51,21 +52,21 @@ def read_batch(payload: bytes) -> tuple[float, list[tuple[str, list[Any]]]]:
 
 
 def chain(tokens: Sequence[int], block_size: int, parent: int = 0) -> Iterator[int]:
-    """Yield the router's own hash of each whole block, which says all that is before it, too."""
+    """Yield the router's hash of each whole block, which also covers all tokens before it."""
     for end in range(block_size, len(tokens) + 1, block_size):
         parent = hash((parent, *tokens[end - block_size : end]))
         yield parent
 
 
 class Worker:
-    """What the router knows of one worker.
+    """The router's state of one worker.
 
     Attributes:
-        next: number of the batch that it waits for; None: of none yet.
-        time: of the last batch.
-        names: by the engine's hash, the router's own of a block that the worker holds.
-        stored: by the engine's hash, how many copies (vLLM keeps several).
-        copies: by the router's hash, how many copies, under whatever names.
+        next: number of the next batch; None before the first one.
+        time: time of the last batch.
+        names: the router's hash of each held block, by the engine's hash.
+        stored: number of copies, by the engine's hash (vLLM keeps several).
+        copies: number of copies under any name, by the router's hash.
     """
 
     def __init__(self, endpoint: str, replay_endpoint: str) -> None:
@@ -91,14 +92,14 @@ class Worker:
                 names, parent, tokens, block_size = values
                 before = 0 if parent is None else self.names.get(parent)
                 if before is None:
-                    continue  # it is under a block that we never heard of, so no prefix
+                    continue  # its parent is unknown, so it is no prefix
                 for name, block in zip(names, chain(tokens, block_size, before), strict=False):
                     self.names[name] = block
                     self.stored[name] += 1
                     self.copies[block] += 1
 
     def remove(self, name: int) -> None:
-        """Remove a copy, and with the last one all that is known of it: an index that keeps more grows without end."""
+        """Remove a copy, and all entries with the last one: an index that keeps more grows without bound."""
         block = self.names[name]
         self.stored[name] -= 1
         self.copies[block] -= 1
@@ -109,12 +110,12 @@ class Worker:
 
 
 class ZmqRouter:
-    """Knows who holds what, from the events of its workers. It is an async context manager.
+    """A router with an index from its workers' events. It is an async context manager.
 
     Args:
-        block_size: tokens a block, of all workers.
-        workers: endpoint, and replay endpoint, of each.
-        patience: seconds without an answer after which the rest of a replay is asked for again.
+        block_size: tokens per block of all workers.
+        workers: endpoint and replay endpoint of each worker.
+        patience: seconds without an answer after which the rest of a replay is requested again.
     """
 
     def __init__(self, block_size: int, workers: Sequence[tuple[str, str]], patience: float = 2.0) -> None:
@@ -133,11 +134,11 @@ class ZmqRouter:
         ended = await asyncio.gather(*self._tasks, return_exceptions=True)
         self._context.destroy(linger=0)
         for error in ended:
-            if isinstance(error, Exception):  # it had stopped listening; a cancelled task has none
+            if isinstance(error, Exception):  # it had stopped listening; a cancelled task has no error
                 raise error
 
     def overlap(self, tokens: Sequence[int]) -> dict[int, int]:
-        """How many leading blocks of a prompt each worker holds; who has none is absent."""
+        """Return the number of leading blocks of a prompt that each worker holds; workers without any are absent."""
         found = {}
         for number, worker in enumerate(self.workers):
             for depth, block in enumerate(chain(tokens, self.block_size), 1):
@@ -147,7 +148,7 @@ class ZmqRouter:
         return found
 
     def route(self, tokens: Sequence[int]) -> int:
-        """Choose the worker with the longest prefix; of several the first."""
+        """Choose the worker with the longest prefix; the first of equals."""
         overlap = self.overlap(tokens)
         return max(range(len(self.workers)), key=lambda worker: overlap.get(worker, 0))
 
@@ -164,11 +165,11 @@ class ZmqRouter:
     async def _take(self, worker: Worker, number: int, payload: bytes) -> None:
         try:
             time, events = read_batch(payload)
-        except ValueError:  # on the way; a replay has it as it was
+        except ValueError:  # corrupted on the way; a replay has the original
             await self._replay(worker, number + 1)
             return
         if worker.next is not None and number < worker.next and time > worker.time:
-            worker.forget()  # an old number at a later time: it was restarted, and holds nothing of before
+            worker.forget()  # an old number at a later time: it was restarted, and lost its blocks
             worker.next = None
         if number > (worker.next or 0):
             await self._replay(worker, number)
@@ -177,7 +178,7 @@ class ZmqRouter:
             worker.next, worker.time = number + 1, time
 
     async def _replay(self, worker: Worker, end: int) -> None:
-        """Ask for the batches before one, and forget the worker's blocks if some are gone."""
+        """Ask for the batches before `end`, and drop the worker's blocks if some batches are gone."""
         for _ in range(TRIES):
             start = worker.next or 0
             if start >= end:
@@ -189,7 +190,7 @@ class ZmqRouter:
                 try:
                     while True:
                         async with asyncio.timeout(self.patience):
-                            *_, number, payload = await socket.recv_multipart()  # with the topic before, or without
+                            *_, number, payload = await socket.recv_multipart()  # with or without the topic before
                         if number == END:
                             break
                         self._replayed(worker, int.from_bytes(number, "big"), payload)
@@ -204,9 +205,9 @@ class ZmqRouter:
             return
         try:
             time, events = read_batch(payload)
-        except ValueError:  # nobody can read it: gone, as those are that no replay has
+        except ValueError:  # unreadable: lost, like batches that no replay has
             time, events = worker.time, None
         if events is None or number > (worker.next or 0):
-            worker.forget()  # who knows what those removed that are gone
+            worker.forget()  # the lost batches may have removed any block
         worker.apply(events or [])
         worker.next, worker.time = number + 1, time

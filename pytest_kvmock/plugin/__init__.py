@@ -1,4 +1,4 @@
-"""The pytest plugin: this module is its entry point, and names the modules that pytest is to look at."""
+"""The pytest plugin. This module is its entry point, and names the modules that pytest loads."""
 
 from pathlib import Path
 
@@ -9,7 +9,7 @@ __all__ = ["KvEventWarning"]
 pytest_plugins = (
     "pytest_kvmock.plugin.hooks",
     "pytest_kvmock.plugin.fixtures",
-    # All existing folders: each may be deleted, and `-p no:kvmock` turns all of them off.
+    # All folders present: each may be deleted, and `-p no:kvmock` turns all of them off.
     *(
         f"pytest_kvmock.contrib.{path.parent.name}.plugin"
         for path in sorted((Path(__file__).parents[1] / "contrib").glob("*/plugin.py"))

@@ -1,4 +1,4 @@
-"""What `--kv-capture` writes: the events of each test that has any of our fixtures, a file a test."""
+"""The output of `--kv-capture`: the events of each test that uses our fixtures, one file per test."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ _MOST_NAME: Final = 120
 
 
 def file_name(nodeid: str, kind: str = "jsonl") -> str:
-    """The name of a file of a test: its id in what every file system takes, and 8 digits of its hash, as two ids may
-    look alike so.
+    """Return the file name of a test: its id in characters that every file system takes, and 8 digits of its hash,
+    which keep similar ids apart.
     """
     plain = re.sub(r"[^\w.-]+", "-", nodeid, flags=re.ASCII).strip("-")[-_MOST_NAME:]
     return f"{plain}-{xxh3_64_hexdigest(nodeid.encode(errors='replace'))[:8]}.{kind}"
@@ -30,7 +30,7 @@ def file_name(nodeid: str, kind: str = "jsonl") -> str:
 class TestCapture(HarnessCapture):
     """The capture of one test.
 
-    A test has one file, whoever runs it: the workers of pytest-xdist do not meet, and a rerun replaces what was there.
+    A test has one file: workers of pytest-xdist do not share one, and a rerun replaces it.
     """
 
     __test__ = False

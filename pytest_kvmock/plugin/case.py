@@ -1,6 +1,6 @@
-"""The state of one test: its harness, its policy, and the problems that were counted so far.
+"""The state of one test: its harness, its policy, and the problems counted so far.
 
-It is loaded with the first test that uses a fixture of this plugin.
+This module is loaded with the first test that uses a fixture of this plugin.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ if TYPE_CHECKING:
 _RECOVERY: Final = pytest.StashKey["Recovery"]()
 
 _HARNESS_KEYS: Final = ("sync", "clears", "faults", "survive", "roles", "stores")
-"""Keys of the `kvmock` marker that are arguments of `RouterHarness` as they are; the innermost marker that has one
+"""Keys of the `kvmock` marker that are passed to `RouterHarness` unchanged; the innermost marker that has a key
 wins."""
 
 
 class Case:
-    """One test: its harness, and what broken rules do to it.
+    """One test: its harness, and the effect of broken rules.
 
     Kept in the item's stash from set-up to the end of teardown, where the hooks find it (`verdict.py`).
 
     Args:
         item: the test.
-        harness: its world.
+        harness: its harness.
         policy: the effect of broken rules.
         ask: returns the value of a fixture of the test, by its name.
 
     Attributes:
         item: the test.
-        harness: its world.
+        harness: its harness.
         policy: the effect of broken rules.
         backend: the backend, once a fixture needed one.
-        capture: records the arriving events; None if no option or fixture asked for it.
+        capture: records the events; None if no option or fixture asked for it.
         passed: whether the call phase ended without a failure.
-        failed_before: failures of the session when it ended.
+        failed_before: failures of the session when the call phase ended.
         errors: event errors that counted so far.
-        warnings: event warnings so far, by rule, but for those of `engine_warnings`.
-        engine_warnings: those of what a faithful engine does by itself, by rule.
-        taken_for_device: as of the last `Verdict`.
+        warnings: event warnings so far, by rule, except `engine_warnings`.
+        engine_warnings: event warnings that a faithful engine causes, by rule.
+        taken_for_device: the number from the last `Verdict`.
     """
 
     __slots__ = (
@@ -99,7 +99,7 @@ class Case:
 
     @contextmanager
     def closing(self) -> Iterator[None]:
-        """Close the test's capture when the context is left."""
+        """Close the test's capture when the context ends."""
         try:
             yield
         finally:
@@ -111,13 +111,13 @@ class Case:
         if self.backend is None:
             name = backend_name(self.item, value, ask=self._ask)
             try:
-                # It also checks that its managers have this name.
+                # This also checks that its managers have this name.
                 speaker = _speaker(self.item, self._ask) if isinstance(value, Placeholder) else None
                 self.harness.inside.use_backend(name if speaker is None else speaker)
             except ValueError as error:
                 why = str(error)
-                # Messages with this start are about the backend; others are its own refusals, nearly always of a block
-                # size.
+                # Messages with this start are about the backend's name; others are refusals by the backend, nearly
+                # always of a block size.
                 if not why.startswith("backend ") and re.search("block.size", why):
                     why += f" ({_place(self.item, 'block_size')})"
                 if "takes no tiers" in why:
@@ -130,13 +130,14 @@ class Case:
 def backend_name(
     item: pytest.Item, value: object, axis: Axis = BACKENDS, ask: Callable[[str], Any] | None = None
 ) -> str:
-    """The backend that `kv_backend` names in a test; or, with its axis, the dialect that `kv_dialect` names.
+    """Return the backend that `kv_backend` names in a test; with the axis of dialects, the dialect that `kv_dialect`
+    names.
 
     Args:
         item: the test.
         value: what the fixture returned.
-        axis: which of the two it is.
-        ask: `getfixturevalue` of a request of the test: a fixture of the user's may stand in place of `kv_dialect`.
+        axis: backends or dialects.
+        ask: `getfixturevalue` of a request of the test: the user may have overridden `kv_dialect`.
     """
     name: object = value
     if isinstance(value, Placeholder):
@@ -154,7 +155,7 @@ def backend_name(
 
 
 def traits_of(item: pytest.Item, spec: BackendSpec, profile: EngineProfile) -> Traits:
-    """The traits of a test's backend, at the sizes of its profile."""
+    """Return the traits of a test's backend at the sizes of its profile."""
     try:
         return profile.traits(spec)
     except ValueError as error:
@@ -162,17 +163,17 @@ def traits_of(item: pytest.Item, spec: BackendSpec, profile: EngineProfile) -> T
 
 
 def quarter_in_tokens(profile: EngineProfile, traits: Traits) -> int:
-    """Tokens of the longest prompt for which a quarter of an engine's blocks is enough, at least 1.
+    """Return the tokens of the longest prompt that fits into a quarter of an engine's blocks, at least 1.
 
-    Of a hybrid model each cache group takes blocks for a prompt.
+    In a hybrid model each cache group takes blocks for a prompt.
     """
     taken = sum(profile.block_size // group.block_size for group in traits.groups) or 1
     return max(1, profile.num_blocks * profile.block_size // (4 * taken))
 
 
 def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> BackendSpec | None:
-    """The backend that speaks the dialect of a test, of its release; None if it has none, or asks for backends by a
-    marker.
+    """Return the backend that speaks the dialect of a test, in its release; None if the test has no dialect, or asks
+    for backends by a marker.
     """
     fixture = DIALECTS.fixture
     if ask is None or fixture not in getattr(item, "fixturenames", ()):
@@ -192,7 +193,7 @@ def _speaker(item: pytest.Item, ask: Callable[[str], Any] | None) -> BackendSpec
 
 
 def defaults_of(item: pytest.Item) -> Mapping[str, Any]:
-    """What plugins say by `pytest_kvmock_defaults` that a test has where its markers say nothing.
+    """Return the defaults of a test that plugins set by `pytest_kvmock_defaults`; its markers take precedence.
 
     Raises:
         ValueError: a plugin refuses to run the test.
@@ -217,7 +218,7 @@ def _place(item: pytest.Item, field: str) -> str:
     """Return the source of a field of a test's profile that a backend may refuse."""
     from pytest_kvmock.plugin.markers import show_mark
 
-    for key in (field, "profile"):  # a single field is laid over a profile, wherever it stands
+    for key in (field, "profile"):  # a single field overrides a profile, wherever it is set
         for mark in item.iter_markers("kvmock"):
             if mark.kwargs.get(key) is not None or key in mark.kwargs.get("engine", ()):
                 return show_mark(mark)
@@ -225,26 +226,26 @@ def _place(item: pytest.Item, field: str) -> str:
 
 
 def fail_in_one_line(item: pytest.Item, message: str) -> NoReturn:
-    """Fail with one line; with --full-trace, show where the error that is being handled came from."""
+    """Fail with one line; with --full-trace, raise the handled error to show its origin."""
     if not item.config.getoption("fulltrace", False):
         raise pytest.fail.Exception(f"kvmock: {message}", pytrace=False) from None
     raise  # noqa: PLE0704 - called where an error is handled
 
 
 def let_waive(item: pytest.Item, harness: RouterHarness) -> None:
-    """Have the hook `pytest_kvmock_event_error` waive problems of a test, where a plugin implements it."""
-    if item.config.hook.pytest_kvmock_event_error.get_hookimpls():  # what is of this item only is asked for below
+    """Let the hook `pytest_kvmock_event_error` waive problems of a test, if a plugin implements it."""
+    if item.config.hook.pytest_kvmock_event_error.get_hookimpls():  # `_waives` calls only those of this item
         harness.events.waive = partial(_waives, item)
 
 
 def _waives(item: pytest.Item, problem: Problem) -> bool:
-    """Ask the hooks whether this problem may pass; those of the conftests that are about the test."""
+    """Return whether a hook waives this problem; only hooks of conftests that apply to the test are called."""
     __tracebackhide__ = True
     try:
         answer = item.ihook.pytest_kvmock_event_error(item=item, problem=problem)
     except pytest.exit.Exception:
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported in one line
+    except Exception as error:  # noqa: BLE001 - any error is reported in one line
         from pytest_kvmock.plugin.registry import raised_in
 
         hooks = item.ihook.pytest_kvmock_event_error.get_hookimpls()
@@ -257,7 +258,7 @@ def _waives(item: pytest.Item, problem: Problem) -> bool:
 
 
 def _backend_of_matrix(item: pytest.Item) -> BackendSpec | None:
-    """The backend that a test is run over; None: it is not known before its fixtures are made."""
+    """Return the backend that a test is parametrised with; None if it is not known before its fixtures are set up."""
     from pytest_kvmock.engines.backends import known_backends
 
     callspec = getattr(item, "callspec", None)
@@ -266,14 +267,14 @@ def _backend_of_matrix(item: pytest.Item) -> BackendSpec | None:
 
 
 def effective_profile(item: pytest.Item, base: EngineProfile) -> EngineProfile:
-    """Return the profile of a test: the base, under its markers, under the command line."""
+    """Return the profile of a test: the base, overridden by its markers, and these by the command line."""
     from pytest_kvmock.engines.backends import EngineProfile
     from pytest_kvmock.plugin.markers import check_markers
 
     if not isinstance(base, EngineProfile):
         pytest.fail(f"kvmock: kv_base_profile must return an EngineProfile, got {base!r}", pytrace=False)
     try:
-        check_markers(item)  # collection checked them, but for TestCase methods and for markers that came later
+        check_markers(item)  # collection checked them, except TestCase methods and markers added later
         settings = item.config.stash[SETTINGS]
         sizes = {key: value for key, value in defaults_of(item).items() if key in PROFILE_KEYS}
         profile = resolve_profile(base, marker_values(item), settings.command_line, settings.profiles, sizes)
@@ -324,7 +325,7 @@ def make_case(request: pytest.FixtureRequest, base: EngineProfile, index: Any) -
 
 @contextmanager
 def recovery_of(item: pytest.Item, case: Case | None) -> Iterator[Recovery]:
-    """What keeps the events of a test's workers; a harness that is there already is joined."""
+    """Yield the store of the events of a test's workers; join it to the harness if that already exists."""
     from pytest_kvmock.harness.recovery import Recovery
 
     recovery = Recovery()

@@ -1,7 +1,7 @@
 """Modules with hooks, for the command: `python -m pytest_kvmock vectors -p MODULE`.
 
-What `pytest_kvmock_dialects` and `pytest_kvmock_backends` of such a module return is checked and registered as in a run
-of pytest, without one: a team's own dialect has vectors, too.
+The results of `pytest_kvmock_dialects` and `pytest_kvmock_backends` of such a module are checked and registered as in a
+run of pytest: a team's own dialect has vectors, too.
 """
 
 from __future__ import annotations
@@ -21,17 +21,19 @@ from pytest_kvmock.plugin.registry import read_backends, read_dialects
 
 
 class _Plugins(pluggy.PluginManager):
-    """Finds our hooks in a module as pytest does: by their names, marked with `hookimpl` or not."""
+    """A plugin manager that finds our hooks in a module as pytest does: by their names, marked with `hookimpl` or
+    not.
+    """
 
     def parse_hookimpl_opts(self, plugin: object, name: str) -> Any:
-        """The options of a hook; None if it is not ours."""
+        """Return the options of a hook; None if it is not ours."""
         if not name.startswith("pytest_kvmock_") or not inspect.isroutine(getattr(plugin, name, None)):
             return None
         return super().parse_hookimpl_opts(plugin, name) or {}
 
 
 class CommandConfig:
-    """What hooks are given as `config` where no run of pytest is.
+    """The `config` that hooks get outside of a pytest run.
 
     Attributes:
         pluginmanager: has the modules.
@@ -46,12 +48,12 @@ class CommandConfig:
         self.rootpath = Path.cwd()
         self._cleanups = ExitStack()
 
-    def getoption(self, name: str, default: Any = None, skip: bool = False) -> Any:  # noqa: ARG002 - as of pytest's
-        """The default: no option was given."""
+    def getoption(self, name: str, default: Any = None, skip: bool = False) -> Any:  # noqa: ARG002 - as in pytest
+        """Return the default: no option was given."""
         return default
 
     def add_cleanup(self, function: Callable[[], None]) -> None:
-        """Have a function called at the end."""
+        """Register a function to call at the end."""
         self._cleanups.callback(function)
 
     def close(self) -> None:
@@ -61,17 +63,17 @@ class CommandConfig:
 
 @contextmanager
 def loaded(modules: Sequence[str]) -> Iterator[None]:
-    """Have the dialects and backends of these modules known while the context lasts.
+    """Register the dialects and backends of these modules while the context lasts.
 
     Raises:
-        ValueError: a module that cannot be imported or has no such hook, or a hook returned an invalid value.
+        ValueError: a module cannot be imported or has no such hook, or a hook returned an invalid value.
     """
     config = CommandConfig()
     try:
         for name in dict.fromkeys(modules):
             try:
                 module = import_module(name)
-            except Exception as error:  # noqa: BLE001 - whatever a module raises, it is reported in one line
+            except Exception as error:  # noqa: BLE001 - any error of a module is reported in one line
                 raise ValueError(f"-p {name}: cannot be imported: {type(error).__name__}: {error}") from None
             config.pluginmanager.register(module, name)
             if not config.pluginmanager.get_hookcallers(module):

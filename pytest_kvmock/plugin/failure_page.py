@@ -1,4 +1,6 @@
-"""What `--kv-html` writes: a page of each failing test, with what its books held after each event, and its fleet."""
+"""The output of `--kv-html`: a page for each failing test, with the state of ledger and index after each event, and its
+fleet.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,15 @@ if TYPE_CHECKING:
     from pytest_kvmock.plugin.case import Case
 
 MOST_EVENTS: Final = 2_000
-"""How many events around the problem the log of a page has."""
+"""Events around the problem in the log of a page."""
 
 MOST_BLOCKS: Final = 32
-"""How many blocks of an event it names."""
+"""Blocks of an event that the page names."""
 
 MOST_PROBLEMS: Final = 200
 
 _SECONDS: Final = 5.0
-"""How long the steps may take."""
+"""Time limit for computing the states."""
 
 
 def write_failure(case: Case, directory: str, failure: str, problem: Problem | None, reproduction: str | None) -> str:
@@ -36,7 +38,7 @@ def write_failure(case: Case, directory: str, failure: str, problem: Problem | N
 
     Args:
         case: the test.
-        directory: where it is written, relative to where pytest was started; it is made.
+        directory: the directory to write to, relative to where pytest was started; created if missing.
         failure: the message.
         problem: the problem shown first; None: the end of the log.
         reproduction: the smallest reproduction, as text.
@@ -97,7 +99,7 @@ def failure_data(
 
 
 def _opens(log: list[LogEntry], problem: Problem) -> int:
-    """The number of the event that a problem is about: where a comparison shows it, the last that names its block."""
+    """Return the number of the event that a problem is about; for a comparison, the last event that names its block."""
     key, block = (problem.worker_id, problem.dp_rank), problem.block
     if problem.event is None and block is not None:
         for entry in reversed(log):

@@ -1,15 +1,16 @@
 """The fixtures that a test may use. None is autouse.
 
-What they give is made behind them, a module a door, and loaded with the first test that asks: `case` for the harness,
-`of_engines`, `of_fleets`, `wires` for bytes, sockets and servers.
+Other modules make their values, and are loaded with the first test that asks: `case` for the harness, `of_engines`,
+`of_fleets`, and `wires` for bytes, sockets and servers.
 
-One private fixture, `_kvmock_case`, builds the harness of a test, without a backend; the public ones hand out its
-parts. Those that need an engine depend on `kv_backend` as well, and give it to the harness when they are set up. So
-`kv_events`, `kv_sink` and `kv_index` alone do not pull in the matrix, and all fixtures of a test share one harness.
+A private fixture, `_kvmock_case`, builds the harness of a test, without a backend; the public fixtures return its
+parts. Those that need an engine also depend on `kv_backend`, and give it to the harness when they are set up.
+`kv_events`, `kv_sink` and `kv_index` by themselves therefore do not bring in the matrix, and all fixtures of a test
+share one harness.
 
-No public fixture depends on another public one but `kv_backend`, `kv_dialect`, `kv_index`, `kv_router` and
-`kv_base_profile`: a test has few fixtures to set up, which is most of what a test costs. The first and the last three
-are the ones to override.
+Public fixtures depend on no other public fixtures except `kv_backend`, `kv_dialect`, `kv_index`, `kv_router` and
+`kv_base_profile`: a test then sets up few fixtures, which are most of its cost. The first and the last three are the
+ones to override.
 """
 
 from __future__ import annotations
@@ -51,12 +52,12 @@ _BASE: Final = pytest.StashKey["EngineProfile"]()
 
 @pytest.fixture(scope="session")
 def _kvmock_matrix() -> None:
-    """Stand in the closure of every test that needs the `kv_backend` of this plugin (`matrix.py`)."""
+    """Mark, by being in its closure, every test that needs the `kv_backend` of this plugin (`matrix.py`)."""
 
 
 @pytest.fixture(scope="session")
 def _kvmock_dialects() -> None:
-    """Stand in the closure of every test that needs the `kv_dialect` of this plugin."""
+    """Mark, by being in its closure, every test that needs the `kv_dialect` of this plugin."""
 
 
 @pytest.fixture
@@ -81,7 +82,7 @@ def _kvmock_publishers(kv_dialect: str, kv_backend: str, _kvmock_case: Case) -> 
 def _kvmock_servers(
     kv_dialect: str, kv_backend: str, _kvmock_case: Case, _kvmock_publishers: Callable[..., KvPublisher]
 ) -> Iterator[Callable[..., KvServer]]:
-    """Make the server of the test, once, as `ProcessContract` does, and close it."""
+    """Make the server of the test, as `ProcessContract` does, and close it."""
     from pytest_kvmock.plugin.wires import servers
 
     with servers(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect, _kvmock_publishers) as make:
@@ -95,12 +96,12 @@ def _kvmock_servers(
 def kv_backend(request: pytest.FixtureRequest, _kvmock_matrix: None) -> str:
     """Name of the eviction backend that the test runs on: the axis of the matrix.
 
-    A test that needs it, directly or through another fixture, runs once for each backend. Narrow that with
-    `@pytest.mark.kv_backends(...)`, `@pytest.mark.parametrize("kv_backend", ...)`, `--kv-backend`, or a fixture of
-    this name that returns your choice.
+    A test that needs this fixture, directly or through another one, runs once for each backend. Narrow that with
+    `@pytest.mark.kv_backends(...)`, `@pytest.mark.parametrize("kv_backend", ...)`, `--kv-backend`, or a fixture of this
+    name that returns your choice.
 
-    It has session scope, so that `@given` tests and fixtures of any scope can use it, and is parametrised for each
-    test by itself, so that nothing is reordered.
+    It has session scope, so that `@given` tests and fixtures of any scope can use it. It is parametrised for each test
+    separately, so that tests are not reordered.
     """
     name: str = _of_matrix(request, BACKENDS)
     return name
@@ -108,12 +109,12 @@ def kv_backend(request: pytest.FixtureRequest, _kvmock_matrix: None) -> str:
 
 @pytest.fixture(scope="session")
 def kv_dialect(request: pytest.FixtureRequest, _kvmock_dialects: None) -> str:
-    """Name of the dialect of the wire that the test runs on: an axis as `kv_backend` is.
+    """Name of the wire dialect that the test runs on: an axis like `kv_backend`.
 
-    It chooses the engine that speaks it, unless the test asks for `kv_backend` too. Narrow it with
-    `@pytest.mark.kv_dialects(...)`, `@pytest.mark.parametrize("kv_dialect", ...)`, `--kv-dialect`, or a fixture of
-    this name that returns your choice. One that calls this one needs pytest 9: older ones do not see what an override
-    calls.
+    The dialect chooses the engine that speaks it, unless the test also asks for `kv_backend`. Narrow it with
+    `@pytest.mark.kv_dialects(...)`, `@pytest.mark.parametrize("kv_dialect", ...)`, `--kv-dialect`, or a fixture of this
+    name that returns your choice. An override that calls this fixture needs pytest 9: older versions do not see which
+    fixtures an override calls.
     """
     name: str = _of_matrix(request, DIALECTS)
     return name
@@ -131,18 +132,18 @@ def kv_index() -> Any:
     """The router index under test. Override this fixture to plug in your own.
 
     An index has `apply(event)` and one of `find_matches(local_hashes)`, `match_tokens(tokens)`, and
-    `find_tiered(local_hashes)` or `match_tiered(tokens, extra)`, by which it answers tier by tier. By default it is
-    None, and the reference index is used.
+    `find_tiered(local_hashes)` or `match_tiered(tokens, extra)`, which answer tier by tier. The default is None: the
+    reference index is used.
     """
     return None
 
 
 @pytest.fixture
 def kv_router() -> Any:
-    """The router under test, which `kv_fleet` puts before its engines. Override this fixture to plug in your own.
+    """The router under test, which `kv_fleet` puts in front of its engines. Override this fixture to plug in your own.
 
-    A router has `pick(request, candidates)`, which returns the worker of one of these; what else it may have, see
-    `Fleet`. By default it is None: then Dynamo's stands in, `DynamoRouter`, seeded by the test.
+    A router has `pick(request, candidates)`, which returns the worker of one candidate; `Fleet` documents its optional
+    methods. The default is None: Dynamo's router is used, `DynamoRouter`, seeded by the test.
     """
     return None
 
@@ -151,7 +152,7 @@ def kv_router() -> Any:
 def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
     """The base `EngineProfile` of tests, by default the ini file's. Override it for a module or a class.
 
-    Markers, then the command line, are laid over it; `kv_profile` is the result.
+    Markers override it, and the command line overrides these; `kv_profile` is the result.
     """
     stash = pytestconfig.stash
     base = stash.get(_BASE, None)
@@ -165,7 +166,9 @@ def kv_base_profile(pytestconfig: pytest.Config) -> EngineProfile:
 
 @pytest.fixture
 def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> EngineProfile:
-    """The effective `EngineProfile` of the test: base, markers and command line. A `kv_index` reads its block size."""
+    """The effective `EngineProfile` of the test: base, markers and command line. A `kv_index` can read the block size
+    from it.
+    """
     from pytest_kvmock.plugin.case import effective_profile
 
     return effective_profile(request.node, kv_base_profile)
@@ -173,10 +176,11 @@ def kv_profile(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -
 
 @pytest.fixture
 def kv_traits(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Traits:
-    """The traits of the test's backend at the test's sizes: a `kv_index` reads from them whether to count copies, and
-    how large chunks below the device are.
+    """The traits of the test's backend at the test's sizes: a `kv_index` can read from them whether to count copies,
+    and how large chunks below the device are.
 
-    It does not bring in the matrix. In a test without a backend they describe the streams that `kv_sink` judges.
+    This fixture does not bring in the matrix. In a test without a backend the traits describe the streams that
+    `kv_sink` checks.
     """
     from pytest_kvmock.plugin.of_engines import engines_of
 
@@ -185,7 +189,7 @@ def kv_traits(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) ->
 
 @pytest.fixture
 def kv_harness(kv_backend: str, _kvmock_case: Case) -> RouterHarness:
-    """The `RouterHarness`: workers, the index, and every event between them; events that are wrong fail the test."""
+    """The `RouterHarness`: workers, the index, and every event between them; wrong events fail the test."""
     return _kvmock_case.with_backend(kv_backend)
 
 
@@ -211,8 +215,8 @@ def make_kv_manager(kv_backend: str, _kvmock_case: Case) -> Callable[..., KvMana
 
 @pytest.fixture
 def kv_engine(kv_backend: str, _kvmock_case: Case) -> MockEngine:
-    """The engine of worker 0 in virtual time, a `MockEngine`: `submit`, `step`, `run`; `kvmock(engine={...})` says
-    what it is.
+    """The engine of worker 0 in virtual time, a `MockEngine`: `submit`, `step`, `run`; `kvmock(engine={...})`
+    configures it.
     """
     from pytest_kvmock.plugin.of_engines import engine_of
 
@@ -222,7 +226,7 @@ def kv_engine(kv_backend: str, _kvmock_case: Case) -> MockEngine:
 @pytest.fixture
 def kv_fleet(kv_backend: str, kv_router: Any, _kvmock_case: Case) -> Fleet:
     """The engines of the test's workers in virtual time behind `kv_router`, a `Fleet`: `kv_fleet.run(trace)`; events
-    are judged.
+    are checked.
     """
     from pytest_kvmock.plugin.of_fleets import fleet_of
 
@@ -239,7 +243,7 @@ def make_kv_fleet(kv_backend: str, kv_router: Any, _kvmock_case: Case) -> Callab
 
 @pytest.fixture
 def kv_paged_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> PagedCacheManager:
-    """A `PagedCacheManager`, inference_lab's, with the blocks of the test's profile, one byte a token; it has no
+    """inference_lab's `PagedCacheManager` with the blocks of the test's profile, one byte per token; it publishes no
     events.
     """
     from pytest_kvmock.plugin.of_engines import paged_manager
@@ -249,20 +253,20 @@ def kv_paged_manager(request: pytest.FixtureRequest, kv_base_profile: EngineProf
 
 @pytest.fixture
 def kv_events(_kvmock_case: Case) -> EventLog:
-    """The log of all events of the test, each with what was found wrong with it."""
+    """The log of all events of the test, each with its problems."""
     return _kvmock_case.harness.events
 
 
 @pytest.fixture
 def kv_sink(_kvmock_case: Case) -> KvSink:
-    """A sink for a block manager of your own: it keeps each event, and has it checked."""
+    """A sink for your own block manager: it keeps and checks each event."""
     return _kvmock_case.harness.make_sink()
 
 
 @pytest.fixture
 def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
     """Make more sinks, `make_kv_sink(chained=None, num_blocks=None, tier_blocks=None, residency="unique",
-    prefix_closed=True, worker_id=None, hash=None, seed=None, restores=False)`: each stands for a worker by itself.
+    prefix_closed=True, worker_id=None, hash=None, seed=None, restores=False)`: each stands for a separate worker.
     """
     from pytest_kvmock.plugin.misspelt import checked
 
@@ -271,7 +275,7 @@ def make_kv_sink(_kvmock_case: Case) -> Callable[..., KvSink]:
 
 @pytest.fixture
 def kv_wire(kv_dialect: str, kv_backend: str, _kvmock_case: Case) -> KvWire:
-    """What worker 0 publishes as bytes in the test's dialect, without a socket: `kv_wire.payloads`, one a step."""
+    """The bytes that worker 0 publishes in the test's dialect, without a socket: `kv_wire.payloads`, one per step."""
     from pytest_kvmock.plugin.wires import make_wire
 
     return make_wire(_kvmock_case, _kvmock_case.with_backend(kv_backend), kv_dialect)
@@ -285,7 +289,7 @@ def kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> KvPublisher:
 
 @pytest.fixture
 def make_kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> Callable[..., KvPublisher]:
-    """Make publishers, `make_kv_publisher(worker=0, endpoint="tcp", topic="", ...)`: each is that of one worker, all
+    """Make publishers, `make_kv_publisher(worker=0, endpoint="tcp", topic="", ...)`: each publishes one worker, all
     ranks.
     """
     return _kvmock_publishers
@@ -293,16 +297,15 @@ def make_kv_publisher(_kvmock_publishers: Callable[..., KvPublisher]) -> Callabl
 
 @pytest.fixture
 def kv_server(_kvmock_servers: Callable[..., KvServer]) -> KvServer:
-    """The workers of the test behind HTTP and ZMQ, a `KvServer`: `kv_server.url(0)`; its events are judged."""
+    """The workers of the test behind HTTP and ZMQ, a `KvServer`: `kv_server.url(0)`; its events are checked."""
     return _kvmock_servers()
 
 
 @pytest.fixture
 def kv_recovery(request: pytest.FixtureRequest) -> Iterator[Recovery]:
-    """A callable by which a router asks a worker for events that it missed: `kv_recovery(worker_id, start, end,
-    dp_rank)`.
+    """A callable by which a router asks a worker for missed events: `kv_recovery(worker_id, start, end, dp_rank)`.
 
-    A `kv_index` may ask for it, so it stands before the harness; where the harness is there already, it joins it.
+    A `kv_index` may depend on it, so it does not need the harness; it joins a harness that already exists.
     """
     from pytest_kvmock.plugin.case import recovery_of
 
@@ -315,7 +318,7 @@ def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
     """Make prompts of fresh tokens, `kv_prompt(blocks=4, after=other, tail=0)`: the second shares its prefix with
     `other`.
 
-    With `lora_name`, `cache_salt`, `multimodal` and `session_id` as `Prompt` has them.
+    Also takes `lora_name`, `cache_salt`, `multimodal` and `session_id`, as in `Prompt`.
     """
     from pytest_kvmock.engines.base.driver import PROMPT_KEYS
     from pytest_kvmock.plugin.misspelt import checked
@@ -325,10 +328,10 @@ def kv_prompt(_kvmock_case: Case) -> Callable[..., Prompt]:
 
 @pytest.fixture
 def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Sequence[TraceRequest]:
-    """The requests of the trace that `--kv-trace` names, else of a synthetic one that fits the engines.
+    """The requests of the trace that `--kv-trace` names; by default, of a synthetic trace that fits the engines.
 
-    Ids of the synthetic one are of the engines' block size, and no prompt takes more than a quarter of their blocks.
-    `kvmock(trace_tokens=True)` gives them tokens, and they have tokens where the test's backend takes no hashes.
+    Hash ids of the synthetic trace stand for blocks of the engines' block size, and no prompt takes more than a quarter
+    of their blocks. Requests have tokens with `kvmock(trace_tokens=True)`, or if the test's backend takes no hashes.
     """
     from pytest_kvmock.plugin.of_fleets import trace_of
 
@@ -336,4 +339,4 @@ def kv_trace(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> 
 
 
 FIXTURES: Final = tuple(name for name in globals() if name.startswith(FIXTURE_PREFIXES))
-"""The names of the public fixtures that are here."""
+"""The names of the public fixtures in this module."""

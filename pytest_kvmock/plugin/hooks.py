@@ -1,5 +1,5 @@
-"""The hooks. They run for every test of every suite that has the plugin installed, so each returns at once where the
-plugin is not used, and what only users need is imported when one turns up.
+"""The hooks. They run for every test of every suite that has the plugin installed. Each therefore returns at once if
+the plugin is not used, and imports what it needs on first use.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from pytest_kvmock.plugin.options import FIXTURE_PREFIXES, LISTS, MARKERS, OPTIO
 from pytest_kvmock.plugin.settings import SETTINGS, UNJUDGED, read_settings
 
 EVENTS: Final = "kvmock.events"
-"""The property that the report of each test has whose events were judged."""
+"""The property in the report of each test whose events were checked."""
 
 MOST_NAMES: Final = 3
 MOST_COLUMNS: Final = 160
-"""How many names a line of what a contract did not judge has, and how long it is; with -v it is whole."""
+"""Limits of a line that lists what a contract did not judge: names, and columns. With -v the line is complete."""
 
 _REGISTERED_BY: Final = pytest.StashKey[Mapping[str, str]]()
 
@@ -45,7 +45,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_load_initial_conftests(args: list[str], parser: pytest.Parser) -> Generator[None]:
-    """Answer a misspelt option of ours with the nearest ones, when conftests have added theirs."""
+    """Answer a misspelt option of ours with the nearest ones, after conftests have added theirs."""
     yield
     if any(arg.startswith("--kv") for arg in args):
         check_flags(args, parser)
@@ -57,7 +57,7 @@ REGISTERING_HOOKS: Final = ("pytest_kvmock_backends", "pytest_kvmock_dialects")
 def register_of_others(config: pytest.Config) -> None:
     """Register the backends and dialects of other plugins, and note which plugin brought each backend."""
     plugins: Mapping[str, str] = {}
-    # Where this run is inside another one, those of the outer run are not known here.
+    # If this run is inside another one, the backends of the outer run are not known here.
     if config.hook.pytest_kvmock_backends.get_hookimpls() or "pytest_kvmock.engines.backends" in sys.modules:
         from pytest_kvmock.plugin.registry import read_backends
 
@@ -70,9 +70,9 @@ def register_of_others(config: pytest.Config) -> None:
 
 
 class Latecomers:
-    """A plugin that refuses others that come with backends or dialects when those have been read.
+    """A plugin that refuses plugins which bring backends or dialects after these have been read.
 
-    They are conftests that pytest finds while it collects; the directory of each becomes a collection error.
+    Such plugins are conftests that pytest finds during collection; the directory of each becomes a collection error.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -80,7 +80,7 @@ class Latecomers:
         self._early = config.pluginmanager.get_plugins()
 
     def pytest_plugin_registered(self, plugin: object) -> None:
-        """Look at one plugin; pytest passes the early ones, too."""
+        """Check one plugin; pytest passes the early ones, too."""
         if plugin in self._early:
             return
         for hook in REGISTERING_HOOKS:
@@ -90,7 +90,7 @@ class Latecomers:
                 raise too_late(self._config, plugin, hook)
 
 
-@pytest.hookimpl(trylast=True)  # others register plugins here, which may have backends
+@pytest.hookimpl(trylast=True)  # other plugins may register backends here
 def pytest_configure(config: pytest.Config) -> None:
     """Register markers, backends and dialects, and read the settings."""
     for line in MARKERS:
@@ -107,7 +107,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
         return None
     from pytest_kvmock.plugin.report import backend_lines, profile_lines
 
-    # Plugins are not configured yet, and what does it for --markers is private: so all is read here.
+    # Plugins are not configured yet, and the function that does this for --markers is private: read all here.
     register_of_others(config)
     settings = read_settings(config)
     if option.kv_list_backends:
@@ -118,7 +118,7 @@ def pytest_cmdline_main(config: pytest.Config) -> int | None:
 
 
 def pytest_report_header(config: pytest.Config) -> str | None:
-    """Name the matrix and the policy, where they are not the default, or with -v."""
+    """Name the matrix and the policy if they are not the default, or with -v."""
     settings = config.stash[SETTINGS]
     if not settings.command_line and not settings.ini and config.option.verbose <= 0:
         return None
@@ -148,7 +148,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
         AXIS in names
         or DIALECT_AXIS in names
         or CASE_FIXTURE in names
-        or "kvmock" in keywords  # a marker on a test that does not use us may be wrong all the same
+        or "kvmock" in keywords  # a marker on a test that does not use the plugin may still be wrong
         or "kv_backends" in keywords
         or "kv_dialects" in keywords
     ):
@@ -162,15 +162,15 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Deselect cases outside of the matrix, when all markers are known."""
+    """Deselect cases outside of the matrix, after all markers are known."""
     deselect(config, items)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)  # the last lines of the summary
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> Generator[None]:
-    """Show the event logs of tests that passed, with --kv-show-log=all, and a line on what was judged.
+    """Show the event logs of passed tests with --kv-show-log=all, and a summary line on the checked events.
 
-    With -q it has only what was asked for and not done; with -qq there is no line.
+    With -q the line has only requested checks that were not done; with -qq there is no line.
     """
     yield
     settings = config.stash[SETTINGS]
@@ -180,7 +180,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         passed_logs(terminalreporter)
     if config.get_verbosity() < -1:
         return
-    ended = [  # only the report of a teardown has all that was found
+    ended = [  # only the report of a teardown has all findings
         report
         for reports in terminalreporter.stats.values()
         for report in reports
@@ -199,12 +199,12 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def _short(line: str) -> str:
-    """Return a line of what was not judged in at most `MOST_COLUMNS`: three names, and how many more there are with
-    -v.
+    """Shorten a line of what was not judged to `MOST_COLUMNS`: three names, and the number of further ones that -v
+    shows.
     """
     if len(line) <= MOST_COLUMNS and line.count(", ") < MOST_NAMES:
         return line
-    names = re.sub(r" \((?:[^()]|\([^()]*\))*\)", "", line).split(", ")  # without what would let each be judged
+    names = re.sub(r" \((?:[^()]|\([^()]*\))*\)", "", line).split(", ")  # without the setting that would allow each
     more = f", and {len(names) - MOST_NAMES} more (-v)" if len(names) > MOST_NAMES else " (-v)"
     kept = ", ".join(names[:MOST_NAMES])
     room = MOST_COLUMNS - len(more)
@@ -212,14 +212,14 @@ def _short(line: str) -> str:
 
 
 def _unjudged(reports: Iterable[pytest.TestReport]) -> Iterable[str]:
-    """Return a line for each class of which its contract could not judge all."""
+    """Return a line for each class that its contract could not judge completely."""
     found = [str(value) for report in reports for name, value in report.user_properties if name == UNJUDGED]
     return {line.partition(": ")[0]: line for line in found}.values()
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
-    """Judge the events of the test when its body is over."""
+    """Check the events of the test after its body."""
     __tracebackhide__ = True
     case = item.stash.get(CASE, None)
     if case is not None:
@@ -246,7 +246,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, None, None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, None, None]:
-    """Judge events after the body, when all finalizers are done."""
+    """Check the events that came after the body, when all finalizers are done."""
     __tracebackhide__ = True
     try:
         yield

@@ -1,6 +1,6 @@
-"""The hooks that others may implement, in a plugin or in a conftest.
+"""The hooks that a plugin or conftest may implement.
 
-Mark an implementation with `@pytest.hookimpl(optionalhook=True)`, and `pytest -p no:kvmock` still runs.
+Mark an implementation with `@pytest.hookimpl(optionalhook=True)`: `pytest -p no:kvmock` then still runs.
 """
 
 from __future__ import annotations
@@ -19,47 +19,48 @@ if TYPE_CHECKING:
 
 @pytest.hookspec
 def pytest_kvmock_backends(config: pytest.Config) -> Mapping[str, BackendSpec]:  # type: ignore[empty-body]  # only declared
-    """Return backends of your own by name. Tests run over them in addition to the built-in ones.
+    """Return your own backends by name. Tests run over them in addition to the built-in ones.
 
-    It is read once, before collection: from plugins and from the initial conftests, which are those of the root, of
+    The hook is called once, before collection, in plugins and in the initial conftests: those of the root, of
     `testpaths` and of the paths on the command line. In another conftest it is an error. A name stands for one backend:
-    two plugins that return the same one are an error too.
+    it is also an error if two plugins return the same name.
 
     Args:
-        config: of the run.
+        config: the config of the run.
     """
 
 
 @pytest.hookspec
 def pytest_kvmock_dialects(config: pytest.Config) -> Mapping[str, Dialect]:  # type: ignore[empty-body]  # only declared
-    """Return dialects of your own by name. They are known wherever a dialect is asked for.
+    """Return your own dialects by name. They are known wherever a dialect is named.
 
-    It is read as `pytest_kvmock_backends` is.
+    The hook is called like `pytest_kvmock_backends`.
 
     Args:
-        config: of the run.
+        config: the config of the run.
     """
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_kvmock_event_error(item: pytest.Item, problem: Problem) -> bool | None:
-    """Say whether a broken rule may pass: True waives this one problem; False does not, and no further plugin is asked.
+    """Return whether a broken rule may pass: True waives this problem; False does not, and no further plugin is called.
 
-    It is asked once for each problem that would fail the test or be warned of, warnings included, if the test does not
-    expect it or allow its rule. What is waived covers what follows from it, and stays in the log, marked as waived.
+    The hook is called once for each error or warning that would fail the test or be reported as a warning, if the test
+    does not expect it or allow its rule. A waiver also covers the problems that follow from this one; all stay in the
+    log, marked as waived.
 
     Args:
         item: the test.
-        problem: the rule, the worker, the event, what was known.
+        problem: the rule, the worker, the event, and the state before it.
     """
 
 
 @pytest.hookspec(firstresult=True)
 def pytest_kvmock_defaults(item: pytest.Item) -> Mapping[str, Any] | None:
-    """Return what a test has where its `kvmock` markers say nothing: keys of that marker, `engine` among them.
+    """Return defaults for keys of the `kvmock` marker, including `engine`, that the markers of a test do not set.
 
-    Sizes are laid over `kv_base_profile`. `judge_unpublished=True` judges what engines without prefix caching would
-    publish, too.
+    Sizes override `kv_base_profile`. `judge_unpublished=True` also checks the events that engines without prefix
+    caching would publish.
 
     Args:
         item: the test.
@@ -71,13 +72,12 @@ def pytest_kvmock_defaults(item: pytest.Item) -> Mapping[str, Any] | None:
 
 @pytest.hookspec
 def pytest_kvmock_reproduction(item: pytest.Item, reproduction: Reproduction) -> str | None:
-    """Take the smallest reproduction of a failure, and return a line for its section of the report, if there is one to
-    add.
+    """Receive the smallest reproduction of a failure; return a line for its section of the report, or None.
 
-    It is called once for each failure that is reduced. Where a plugin has it, failures of a few requests are reduced,
-    too.
+    The hook is called once for each failure that is reduced. If a plugin implements it, failures of a few requests are
+    reduced, too.
 
     Args:
         item: the test.
-        reproduction: its steps, `as_test()`, what broke.
+        reproduction: its steps, `as_test()`, and the broken rule.
     """

@@ -1,4 +1,4 @@
-"""Checks of markers: when a test is collected, and once more when it is set up, for those that came later."""
+"""Checks of markers: when a test is collected, and again at its set-up, for markers added later."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ KVMOCK_KEYS: Final = (
 
 
 def wrong_names(mark: pytest.Mark) -> Iterator[str]:
-    """Yield what is wrong with one `kv_backends` or `kv_dialects` marker: a sentence for each argument."""
+    """Yield the errors in one `kv_backends` or `kv_dialects` marker, a sentence for each argument."""
     axis = next(axis for axis in AXES if axis.marker == mark.name)
     for key in mark.kwargs:
         if key != "exclude":
@@ -57,7 +57,7 @@ def wrong_names(mark: pytest.Mark) -> Iterator[str]:
 
 
 def wrong_in_kvmock(mark: pytest.Mark, profiles: Mapping[str, NamedProfile]) -> Iterator[str]:
-    """Yield what is wrong with one `kvmock` marker: a sentence for each argument; `profiles` are the named ones."""
+    """Yield the errors in one `kvmock` marker, a sentence for each argument; `profiles` are the named profiles."""
     if mark.args:
         yield f"takes keywords only; known: {', '.join(KVMOCK_KEYS)}"
     checks: Mapping[str, Callable[[Any], Any]] = {
@@ -96,13 +96,13 @@ def _roles(value: Any) -> Any:
 
 
 def _stores(value: Any) -> Any:
-    from pytest_kvmock.values.shared_stores import read_stores  # for those who use them
+    from pytest_kvmock.values.shared_stores import read_stores  # imported on first use
 
     return read_stores(value)
 
 
 def wrong_in_engine(fields: object) -> Iterable[str]:
-    """List what is wrong with the fields of `MockEngineArgs` that a `kvmock` marker has."""
+    """List the errors in the fields of `MockEngineArgs` that a `kvmock` marker sets."""
     if not isinstance(fields, Mapping):
         return [f"got {fields!r:.80}; allowed: a mapping of fields of MockEngineArgs"]
     from pytest_kvmock.harness.engines import wrong_fields
@@ -111,9 +111,10 @@ def wrong_in_engine(fields: object) -> Iterable[str]:
 
 
 def _meant_by(name: str, config: pytest.Config) -> str | None:
-    """Return the marker of this plugin that differs from a name in underscores or a plural alone; pytest only warns.
+    """Return the marker of this plugin that differs from a name only in underscores or a plural; pytest only warns of
+    such a name.
 
-    `kv_backend` is one: the name of the fixture. A marker that the project registers is its own.
+    An example is `kv_backend`, the name of the fixture. None for a marker that the project registers.
     """
 
     def spelt(name: str) -> str:
@@ -139,10 +140,10 @@ def wrong_in(mark: pytest.Mark, config: pytest.Config) -> list[str]:
 
 
 def check_markers(node: pytest.Item) -> None:
-    """Check all markers of ours that a test has.
+    """Check all markers of this plugin on a test.
 
     Raises:
-        ValueError: one is wrong; a line for each thing that is.
+        ValueError: a marker is wrong; the message has a line for each error.
     """
     wrong = [line for mark in node.iter_markers() for line in wrong_in(mark, node.config)]
     if wrong:
@@ -150,18 +151,18 @@ def check_markers(node: pytest.Item) -> None:
 
 
 def wrong_markers(definition: pytest.Item) -> str:
-    """List all wrong markers of the file, or class, where pytest found a test with one: its collector cannot continue.
+    """List all wrong markers of the file or class in which pytest found one: its collector cannot continue.
 
-    A marker that several tests have, that of a class for instance, is listed with the first of them.
+    A marker that several tests share, such as that of a class, is listed with the first of them.
 
     Returns:
-        A line for each thing that is wrong, with the test's id.
+        A line for each error, with the test's id.
     """
     tests: list[tuple[str, Iterable[pytest.Mark]]] = []
     collector = definition.parent
     if isinstance(collector, pytest.Module | pytest.Class):
         tests += _tests_of(collector, collector.obj, collector.nodeid, [*collector.iter_markers()])
-    tests.append((definition.nodeid, definition.iter_markers()))  # a hook may have made it, or its marker
+    tests.append((definition.nodeid, definition.iter_markers()))  # a hook may have made the test, or its marker
     seen: set[int] = set()
     lines = []
     for nodeid, marks in tests:
@@ -175,23 +176,25 @@ def wrong_markers(definition: pytest.Item) -> str:
 def _tests_of(
     collector: pytest.Module | pytest.Class, holder: Any, nodeid: str, outer: Sequence[pytest.Mark]
 ) -> Iterator[tuple[str, Sequence[pytest.Mark]]]:
-    """The tests of a module or class by id, each with its markers; `outer` are those of the holder and around it."""
+    """Yield the tests of a module or class by id, each with its markers; `outer` has the markers of the holder and
+    around it.
+    """
     holders = holder.__mro__ if isinstance(holder, type) else (holder,)
     for name in dict.fromkeys(name for each in holders for name in vars(each)):
         thing = getattr_static(holder, name)
         marks = [*_marks_of(thing), *outer]
         if isinstance(thing, type):
-            if collector.istestclass(thing, name) and f"::{name}" not in nodeid:  # a class may have itself as attribute
+            if collector.istestclass(thing, name) and f"::{name}" not in nodeid:  # a class may be its own attribute
                 yield from _tests_of(collector, thing, f"{nodeid}::{name}", marks)
         elif collector.istestfunction(thing, name):
             yield f"{nodeid}::{name}", marks
 
 
 def _marks_of(thing: object) -> Iterator[pytest.Mark]:
-    """The markers that a function or class has itself."""
+    """Yield the markers on a function or class itself."""
     own = getattr(thing, "pytestmark", ())
     for mark in own if isinstance(own, list | tuple) else (own,):
-        found = getattr(mark, "mark", mark)  # a decorator, in a list that was written by hand
+        found = getattr(mark, "mark", mark)  # a decorator in a hand-written list
         if isinstance(found, pytest.Mark):
             yield found
 

@@ -1,13 +1,15 @@
-"""The matrices: tests that need a backend run once for each, and so do tests that need a dialect of the wire.
+"""The matrices: a test that needs a backend runs once for each, and a test that needs a wire dialect once for each
+dialect.
 
 A test that needs `kv_backend`, however indirectly, is parametrised over it, once for each backend of its matrix. The
-value of the fixture is its parameter, so a user's own parametrisation, override or marker is the same thing as ours.
-`kv_dialect` is the same, with dialects. A dialect is spoken by one engine: a test that needs both and does not ask for
-`kv_backend` itself runs once for each dialect, on the backend that speaks it.
+value of the fixture is its parameter, so a user's parametrisation, override or marker works the same way as ours.
 
-How a test is known to need *our* fixture, with pytest's public API only: ours depends on a private one, such as
-`_kvmock_matrix`, which does nothing. A fixture of the user's that takes the place of `kv_backend` does not depend on
-it, and a direct parametrisation cuts it off; then it is not in the test's closure, and the test is left alone.
+`kv_dialect` works the same way, with dialects. One engine speaks each dialect: a test that needs both and does not ask
+for `kv_backend` itself runs once for each dialect, on the backend that speaks it.
+
+The plugin detects that a test needs *our* fixture with pytest's public API only: ours depends on a private fixture,
+such as `_kvmock_matrix`, which does nothing. A user's fixture that replaces `kv_backend` does not depend on it, and a
+direct parametrisation cuts it off. It is then not in the test's closure, and the test is not parametrised.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ DIALECT_AXIS: Final = DIALECTS.fixture
 
 
 class MatrixName(str):
-    """A name as the matrix hands it out, so that a parameter of ours is not taken for one of the user's.
+    """A name from the matrix, a type that tells our parameters from the user's.
 
     Attributes:
-        marks: the markers of its axis that were there when the matrix was made.
+        marks: the markers of its axis when the matrix was made.
     """
 
     __slots__ = ("marks",)
@@ -40,17 +42,17 @@ class MatrixName(str):
 
 
 class Placeholder(str):
-    """The value of `kv_backend` or `kv_dialect` where nothing was parametrised: our own fixtures ask the markers
+    """The value of `kv_backend` or `kv_dialect` in a test that is not parametrised: our fixtures read the markers
     instead.
 
-    A string, so that whoever takes it for a name gets an error that quotes it, and so reads what to do.
+    It is a string, so that code which takes it for a name gets an error that quotes it, with the advice in it.
     """
 
     __slots__ = ()
 
 
 def placeholder(axis: Axis) -> Placeholder:
-    """Return the value of an axis' fixture where nothing was parametrised."""
+    """Return the value of an axis' fixture in a test that is not parametrised."""
     return Placeholder(
         f"<{axis.fixture} has no value here: this test is not parametrised; take a kv_ fixture or name the {axis.what} "
         "yourself>"
@@ -61,7 +63,7 @@ def generate(metafunc: pytest.Metafunc) -> None:
     """Parametrise a test over its matrices, if it needs one.
 
     Raises:
-        pytest.Collector.CollectError: a marker is wrong, or the user's `pytest_generate_tests` was here before.
+        pytest.Collector.CollectError: a marker is wrong, or the user's `pytest_generate_tests` parametrised it before.
     """
     from pytest_kvmock.plugin.markers import check_markers, wrong_markers
 
@@ -70,16 +72,16 @@ def generate(metafunc: pytest.Metafunc) -> None:
         check_markers(definition)
     except ValueError:
         raise pytest.Collector.CollectError(wrong_markers(definition)) from None
-    if DIALECT_AXIS in metafunc.fixturenames:  # ours, a parametrisation, or a fixture of the user's in its place
+    if DIALECT_AXIS in metafunc.fixturenames:  # our fixture, a parametrisation, or the user's override
         spoken = not _asks_for_backend(metafunc)
         _parametrise(metafunc, DIALECTS)
         if spoken:
-            return  # `backend_name` returns the one that speaks it
+            return  # `backend_name` returns the backend that speaks it
     _parametrise(metafunc, BACKENDS)
 
 
 def _parametrise(metafunc: pytest.Metafunc, axis: Axis) -> None:
-    """Parametrise a test over one matrix, if it needs it."""
+    """Parametrise a test over one matrix, if it needs that."""
     definition = metafunc.definition
     if axis.detector not in metafunc.fixturenames or is_parametrised_by_mark(definition, axis.fixture):
         return
@@ -91,7 +93,7 @@ def _parametrise(metafunc: pytest.Metafunc, axis: Axis) -> None:
         param.marks = marks
         params.append(param)
     try:
-        # The fixture has session scope (see there), but a parameter of each test's own: nothing is reordered.
+        # The fixture has session scope (see there), but each test has a separate parameter: tests are not reordered.
         metafunc.parametrize(axis.fixture, params, ids=values, indirect=True, scope="function")
     except (ValueError, pytest.Collector.CollectError) as error:  # 8.3 raises the former, 9.2 the latter
         if "duplicate" not in str(error):
@@ -126,7 +128,7 @@ def is_parametrised_by_mark(definition: pytest.Item, name: str) -> bool:
 
 
 def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...], axis: Axis = BACKENDS) -> tuple[str, ...]:
-    """The matrix of a test with these markers of an axis, closest first."""
+    """Return the matrix of a test with these markers of an axis, closest first."""
     from pytest_kvmock.plugin.precedence import resolve_matrix  # imported on first use
 
     settings = config.stash[SETTINGS]
@@ -136,10 +138,10 @@ def matrix_of(config: pytest.Config, marks: tuple[pytest.Mark, ...], axis: Axis 
 
 
 def deselect(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Take out the tests whose matrix is empty, and those that a marker excludes which came after generation.
+    """Deselect tests whose matrix is empty, and tests that a marker added after generation excludes.
 
-    `pytest.param(marks=...)` and `item.add_marker(...)` come so late. Such a marker is not merged with the
-    others: it can only take tests away.
+    `pytest.param(marks=...)` and `item.add_marker(...)` add such markers. They are not merged with the others: they can
+    only remove tests.
     """
     kept, deselected = [], []
     for item in items:
@@ -167,7 +169,7 @@ def _excluded_later(item: pytest.Item, name: MatrixName, axis: Axis) -> bool:
         if any(mark is seen for seen in name.marks):
             continue
         if any(wrong_names(mark)):
-            continue  # reported when the test is set up: an error here would end the session, and confuse pytest-xdist
+            continue  # reported at set-up: an error here would end the session, and confuse pytest-xdist
         wanted, unwanted = (all_named(each, axis.what) for each in (mark.args, mark.kwargs.get("exclude", ())))
         if (wanted and name not in wanted) or name in unwanted:
             return True
@@ -175,9 +177,9 @@ def _excluded_later(item: pytest.Item, name: MatrixName, axis: Axis) -> bool:
 
 
 def resolve_placeholder(item: pytest.Item, axis: Axis = BACKENDS) -> str:
-    """The backend, or dialect, of a test that is not parametrised over it: the only one of its matrix.
+    """Return the backend or dialect of a test that is not parametrised over it: the only one of its matrix.
 
-    TestCase methods and doctests are never parametrised; other tests are not where they ask by `getfixturevalue` only.
+    TestCase methods and doctests are never parametrised; other tests are not if they ask only by `getfixturevalue`.
     """
     matrix = matrix_of(item.config, tuple(item.iter_markers(axis.marker)), axis)
     if len(matrix) == 1:

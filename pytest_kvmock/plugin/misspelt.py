@@ -1,4 +1,4 @@
-"""A misspelt fixture, or argument of one that makes things, is answered with the nearest ones."""
+"""Suggestions for a misspelt fixture, or a misspelt argument of a `make_` fixture."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ OF_CONTRIB: Final = {
     "kv_scheduler_requests": "lab",
     "make_kv_block_manager": "block_managers",
 }
-"""The folders of `contrib` that bring fixtures, for a test that asks for one whose folder was deleted."""
+"""The folder of `contrib` that has each fixture, for a test that asks for one whose folder was deleted."""
 
 
 def known_fixtures(config: pytest.Config) -> list[str]:
-    """The names of the public fixtures in all modules of the plugin."""
+    """Return the names of the public fixtures in all modules of the plugin."""
     plugins = [plugin for name, plugin in config.pluginmanager.list_name_plugin() if name.startswith("pytest_kvmock.")]
     return [name for plugin in plugins for name in dir(plugin) if name.startswith(FIXTURE_PREFIXES)]
 
 
 class _Explainer:
-    """A plugin that answers a misspelt fixture with the nearest ones; pytest's own error stays, and the nearest
-    names follow it.
-    """
+    """A plugin that answers a misspelt fixture with the nearest names, after pytest's own error."""
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_setup(self, item: pytest.Item) -> Generator[None]:
-        """Set a test up: this is when its fixtures are looked up."""
+        """Set a test up: pytest then looks up its fixtures."""
         __tracebackhide__ = True
         try:
             yield
@@ -51,13 +49,13 @@ class _Explainer:
 
 
 def expect_lookup_errors(config: pytest.Config) -> None:
-    """Explain, from now on, fixtures of this run that are not found."""
+    """Register the plugin that explains missing fixtures of this run."""
     if not config.pluginmanager.has_plugin(_EXPLAINER):
         config.pluginmanager.register(_Explainer(), _EXPLAINER)
 
 
 def checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[..., Any]:
-    """Wrap a method of the harness for a fixture: a misspelt argument is answered with the nearest ones."""
+    """Wrap a method of the harness for a fixture, with suggestions for a misspelt argument."""
     code = method.__code__
     known = (*code.co_varnames[1 : code.co_argcount + code.co_kwonlyargcount], *more)  # without self
 
@@ -68,5 +66,5 @@ def checked(name: str, method: Any, more: tuple[str, ...] = ()) -> Callable[...,
                 raise TypeError(f"{name}: {unknown_text('argument', key, known)}")
         return method(*args, **named)
 
-    call.__name__ = call.__qualname__ = name  # as pytest prints it among the arguments of a test that failed
+    call.__name__ = call.__qualname__ = name  # pytest prints it among the arguments of a failed test
     return call

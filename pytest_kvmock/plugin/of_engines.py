@@ -21,9 +21,10 @@ if TYPE_CHECKING:
 
 
 def engines_of(request: pytest.FixtureRequest, base: EngineProfile) -> tuple[EngineProfile, Traits]:
-    """The test's profile at its backend's block size, and its engines' traits; without a backend those of a sink.
+    """Return the test's profile at its backend's block size, and its engines' traits; without a backend, those of a
+    sink.
 
-    It does not bring in the matrix: a `kv_index` may ask for `kv_traits` in a test that has none.
+    This does not bring in the matrix: a `kv_index` may ask for `kv_traits` in a test without one.
     """
     profile = effective_profile(request.node, base)
     if AXIS in request.fixturenames:
@@ -31,11 +32,11 @@ def engines_of(request: pytest.FixtureRequest, base: EngineProfile) -> tuple[Eng
 
         spec = backend_spec(backend_name(request.node, request.getfixturevalue(AXIS), ask=request.getfixturevalue))
         return profile.sized_for(spec), traits_of(request.node, spec, profile)
-    return profile, Traits()  # a sink takes each block for published once, unless the test sets it otherwise
+    return profile, Traits()  # a sink expects each block to be published once, unless the test sets it otherwise
 
 
 def managers_of(harness: RouterHarness) -> Callable[..., KvManager]:
-    """Makes managers, each for the next worker."""
+    """Return a function that makes managers, each for the next worker."""
 
     def make(backend: str | None = None) -> KvManager:
         return harness.worker(None, backend=backend).manager
@@ -44,7 +45,7 @@ def managers_of(harness: RouterHarness) -> Callable[..., KvManager]:
 
 
 def engine_of(case: Case, backend: str) -> MockEngine:
-    """The engine of worker 0; the test fails in one line where it cannot be."""
+    """Return the engine of worker 0; fail the test with one line if it cannot be made."""
     harness = case.with_backend(backend)
     try:
         return harness.engine(0)
@@ -53,7 +54,7 @@ def engine_of(case: Case, backend: str) -> MockEngine:
 
 
 def paged_manager(request: pytest.FixtureRequest, base: EngineProfile) -> PagedCacheManager:
-    """A `PagedCacheManager` of the test's profile, one byte a token."""
+    """Return a `PagedCacheManager` of the test's profile, one byte per token."""
     from pytest_kvmock.engines.base.paged import PagedCacheManager
 
     profile = effective_profile(request.node, base)

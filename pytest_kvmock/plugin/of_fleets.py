@@ -1,4 +1,4 @@
-"""What the fixtures of fleets give: fleets behind the router of the test, and traces."""
+"""The values of the fleets' fixtures: fleets behind the router of the test, and traces."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _TRACES: Final = pytest.StashKey[dict[object, tuple[TraceRequest, ...]]]()
 
 
 def fleets_of(case: Case, backend: str, router: Any) -> Callable[..., Fleet]:
-    """What makes fleets of the test's harness."""
+    """Return a function that makes fleets of the test's harness."""
     harness = case.with_backend(backend)
 
     def make(*, router: Any = router, **options: Any) -> Fleet:
@@ -36,7 +36,7 @@ def fleets_of(case: Case, backend: str, router: Any) -> Callable[..., Fleet]:
 
 
 def fleet_of(case: Case, backend: str, router: Any) -> Fleet:
-    """The fleet of the test's workers; the test fails in one line where it cannot be."""
+    """Return the fleet of the test's workers; fail the test with one line if it cannot be made."""
     try:
         return fleets_of(case, backend, router)()
     except (TypeError, ValueError) as error:
@@ -44,7 +44,9 @@ def fleet_of(case: Case, backend: str, router: Any) -> Fleet:
 
 
 def trace_of(request: pytest.FixtureRequest, base: EngineProfile) -> Sequence[TraceRequest]:
-    """The requests of the trace of the run, or of a synthetic one that fits the test's engines; each is made once."""
+    """Return the requests of the run's trace, or of a synthetic trace that fits the test's engines; each is made
+    once.
+    """
     config = request.config
     settings = config.stash[SETTINGS]
     path = trace_path(config, settings)

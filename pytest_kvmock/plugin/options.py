@@ -1,6 +1,6 @@
-"""The table of options on the command line and in the ini file, with the check of each. `settings.py` reads them.
+"""The table of options on the command line and in the ini file, with the check of each.
 
-One subject: the settings of a user.
+`settings.py` reads their values.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ LOGS: Final = ("failed", "all", "none")
 SYNCS: Final = ("every", "auto", "burst", "end")
 CLEARS: Final = ("rank", "worker")
 FIXTURE_PREFIXES: Final = ("kv_", "make_kv_")
-"""How the names of public fixtures begin."""
+"""The prefixes of public fixtures' names."""
 
 SYNTHETIC_REQUESTS: Final = 200
-"""How many requests `kv_trace` makes up when no trace is given and no limit either."""
+"""Number of synthetic requests of `kv_trace` if neither a trace nor a limit is given."""
 
 REDUCE_SECONDS: Final = 2.0
-"""How long a failure is reduced by default, at most."""
+"""The default time limit for reducing a failure."""
 
 ALL: Final = "all"
 
@@ -37,7 +37,7 @@ PROFILE_KEYS: Final = (
     "tiers",
     "real_sizes",
 )
-"""The fields of `EngineProfile`; by name, because it is imported on first use (a test compares the two)."""
+"""The fields of `EngineProfile`, copied here because that class is imported on first use; a test compares the two."""
 
 MARKERS: Final = (
     (
@@ -64,16 +64,16 @@ MARKERS: Final = (
 
 
 class KvEventWarning(pytest.PytestWarning):
-    """An event rule was broken in a test whose policy is to warn."""
+    """A test whose policy is to warn broke an event rule."""
 
 
 # ---------------------------------------------------------------------------------------------------- one value
 #
-# Each of these returns the value, or raises a ValueError that names what is allowed; the caller adds the place.
+# Each function returns the value, or raises a ValueError that names what is allowed; the caller adds the place.
 
 
 def one_of(*allowed: str) -> Callable[[object], str]:
-    """Make a check that lets only these strings pass."""
+    """Make a check that accepts only these strings."""
 
     def check(value: object) -> str:
         if value not in allowed:
@@ -93,7 +93,7 @@ def boolean(value: object) -> bool:
 
 
 def integer(value: object) -> int:
-    """Read an integer, as a number or as its text."""
+    """Read an integer, given as a number or as text."""
     if isinstance(value, int | str) and not isinstance(value, bool):
         with suppress(ValueError):
             return int(value)
@@ -137,7 +137,7 @@ def names(value: object) -> tuple[str, ...]:
 
 
 def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, ...]:
-    """Read names of backends or dialects that exist."""
+    """Read names of existing backends or dialects."""
     given = all_named(value, what)
     for name in given:
         if name not in known:
@@ -146,9 +146,9 @@ def known_names(value: object, what: str, known: tuple[str, ...]) -> tuple[str, 
 
 
 def all_named(value: object, what: str) -> tuple[str, ...]:
-    """Read names of backends or dialects, with groups of them by name.
+    """Read names of backends or dialects, and expand group names.
 
-    `hybrid` stands for the backends of that group, `vllm` for the dialects `vllm-...` that tests run over by default.
+    `hybrid` stands for the backends of that group, `vllm` for the default dialects `vllm-...`.
     """
     given = names(value)
     if what == "backend":
@@ -161,7 +161,7 @@ def all_named(value: object, what: str) -> tuple[str, ...]:
 
 
 def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
-    """The text of a refusal of an unknown backend or dialect."""
+    """Return the message for an unknown backend or dialect."""
     if isinstance(name, str) and "," in name:
         return f"{name!r:.80} has a comma: names are one by one, in ini with blanks or new lines between them"
     if what == "dialect":
@@ -180,7 +180,7 @@ def backend_choice(value: object) -> tuple[str, ...]:
 
 
 def dialect_choice(value: object) -> tuple[str, ...]:
-    """Read names of dialects that are spoken over ZMQ, where `all` stands for every one."""
+    """Read names of dialects; `all` means every one."""
     known = known_dialects()
     return known if ALL in names(value) else known_names(value, "dialect", known)
 
@@ -193,7 +193,7 @@ def rule_names(value: object) -> tuple[str, ...]:
 
 
 def fault_rates(value: object) -> dict[str, float]:
-    """Read how often faults strike at random, by their names."""
+    """Read the rates of random faults, by their names."""
     from pytest_kvmock.oracle.faults.kinds import check_rates
 
     return check_rates(value)
@@ -207,35 +207,35 @@ def fault_names(value: object) -> tuple[str, ...]:
 
 
 def known_backends() -> tuple[str, ...]:
-    """Names of all backends, in the order of their registration, which is the order of the matrix."""
+    """Return the names of all backends in the order of registration, which is the order of the matrix."""
     from pytest_kvmock.engines import backends
 
     return tuple(backends.known_backends())
 
 
 def backends_of(group: str) -> list[str]:
-    """Names of the backends of a group; none if there is no such group."""
+    """Return the names of the backends of a group; none for an unknown group."""
     from pytest_kvmock.engines import backends
 
     return [name for name, spec in backends.known_backends().items() if spec.group == group]
 
 
 def default_backends(chosen: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of the backends that tests run over by default, and of each group of which the command line chose all."""
+    """Return the names of the backends that tests run over by default, and of each group that the command line chose
+    completely.
+    """
     from pytest_kvmock.engines import backends
 
     known = backends.known_backends()
     groups = {spec.group for name, spec in known.items() if name in chosen}
     groups -= {None, *(spec.group for name, spec in known.items() if name not in chosen)}
-    if known.keys() <= {*chosen}:  # `all` is not a restriction, and no choice
+    if known.keys() <= {*chosen}:  # `all` neither restricts nor chooses
         groups.clear()
     return tuple(name for name, spec in known.items() if spec.in_matrix or spec.group in groups)
 
 
 def known_dialects(*, default: bool = False) -> tuple[str, ...]:
-    """Names of all dialects over ZMQ or polled, in the order of their registration; or of those that tests run over
-    by default.
-    """
+    """Return the names of all dialects, over ZMQ or polled, in the order of registration; or of the default ones."""
     from pytest_kvmock.wire.codec import table
 
     dialects = {
@@ -246,7 +246,7 @@ def known_dialects(*, default: bool = False) -> tuple[str, ...]:
 
 
 def default_dialects(_chosen: Collection[str] = ()) -> tuple[str, ...]:
-    """Names of the dialects that tests run over by default, whatever the command line chose."""
+    """Return the names of the default dialects, whatever the command line chose."""
     return known_dialects(default=True)
 
 
@@ -257,12 +257,12 @@ class Axis(NamedTuple):
     """One matrix.
 
     Attributes:
-        fixture: whose value it is.
-        detector: the private fixture on which ours depends.
+        fixture: the fixture that has its value.
+        detector: the private fixture on which our fixture depends.
         marker: the marker that names values.
-        what: one value, in messages; the setting of its names has an s after it.
+        what: the word for a value in messages; the setting is its plural.
         known: returns the names of all values, in order.
-        default: returns those that tests run over by default; it is given those that the command line chose.
+        default: returns the names that tests run over by default; it takes the names that the command line chose.
     """
 
     fixture: str
@@ -274,7 +274,7 @@ class Axis(NamedTuple):
 
     @property
     def nothing(self) -> str:
-        """Id of a test whose matrix is empty, which no one sees: it is deselected."""
+        """Id of a test whose matrix is empty. It is not shown: the test is deselected."""
         return f"no-{self.what}"
 
 
@@ -285,10 +285,11 @@ AXES: Final = (BACKENDS, DIALECTS)
 # ---------------------------------------------------------------------------------------------------- all options
 
 
-class Option(NamedTuple):  # a dataclass takes 0.7 ms longer to make, which everybody would pay
+class Option(NamedTuple):  # a dataclass takes 0.7 ms longer to create, in every run
     """One setting: its key in `Settings`, its flag on the command line and its name in the ini file.
 
-    `check` gets the value from the command line or ini file. A flag without a metavar takes no value, and gives True.
+    `check` receives the value from the command line or ini file. A flag without a metavar takes no value, and gives
+    True.
     """
 
     key: str
@@ -300,7 +301,7 @@ class Option(NamedTuple):  # a dataclass takes 0.7 ms longer to make, which ever
     ini_type: str = "string"
 
 
-# pytest 8.3 does not have the type; there the text is read here.
+# pytest 8.3 does not have this type; `check` then reads the text.
 _INT: Final = "int" if pytest.version_tuple >= (8, 4) else "string"
 
 OPTIONS: Final = (
@@ -462,7 +463,7 @@ LISTS: Final = {
     "--kv-list-backends": "list the backends, with what each models, and exit",
     "--kv-list-profiles": "list the named engine profiles, with where they stand, and exit",
 }
-"""The options that list something, each with its help."""
+"""The options that print a list, each with its help."""
 
 
 def add_options(parser: pytest.Parser, options: Iterable[Option]) -> None:
@@ -481,15 +482,15 @@ def add_options(parser: pytest.Parser, options: Iterable[Option]) -> None:
                 help=option.help,
             )
         if option.ini:
-            # A default of None is not a value that can be given.
+            # The default None is no value that a user can give.
             parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]  # a type by a name that pytest knows
 
 
 def check_flags(args: list[str], parser: pytest.Parser) -> None:
-    """Check the options on the command line that begin as ours do.
+    """Check the options on the command line that begin like ours.
 
     Raises:
-        pytest.UsageError: there is no such option, and it is like one of ours.
+        pytest.UsageError: an unknown option resembles one of ours.
     """
     from pytest_kvmock.values.checks import nearest, unknown_text
 
@@ -501,5 +502,5 @@ def check_flags(args: list[str], parser: pytest.Parser) -> None:
 
 
 def dest_of(option: Option) -> str:
-    """Return the attribute that the command line's value of an option has."""
+    """Return the attribute that holds an option's value from the command line."""
     return option.flag.lstrip("-").replace("-", "_")

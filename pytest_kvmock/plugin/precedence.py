@@ -1,4 +1,4 @@
-"""The three rules of precedence, each a pure function of the given values. Nothing else decides what wins."""
+"""The three rules of precedence, each a pure function of the given values. No other code decides which value wins."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 def marker_values(item: pytest.Item) -> tuple[Mapping[str, Any], ...]:
     """Return the keywords of each `kvmock` marker of a test, from the outermost to the innermost.
 
-    pytest lists the marks of a parameter (`pytest.param(marks=...)`) after those of the function; but they apply to
-    fewer tests, so here they are the innermost.
+    pytest lists the marks of a parameter (`pytest.param(marks=...)`) after those of the function. As they apply to
+    fewer tests, they are the innermost here.
     """
     marks = list(item.iter_markers("kvmock"))
     if len(marks) > 1 and (callspec := getattr(item, "callspec", None)) is not None:
@@ -46,15 +46,15 @@ class Policy(NamedTuple):
 def resolve_policy(
     command_line: Mapping[str, Any], markers: Sequence[Mapping[str, Any]], ini: Mapping[str, Any]
 ) -> Policy:
-    """Policy: command line over marker (inner over outer) over ini over default.
+    """Return the policy: command line over marker (inner over outer) over ini over default.
 
-    `allow` is the exception: there is no such option on the command line, and what ini and each marker allow is
-    united, because allowing one more rule forbids no other.
+    `allow` is the exception: the command line has no such option, and the result is the union of ini and all markers,
+    because allowing one rule forbids no other.
 
     Args:
-        command_line: the values given there, by key.
+        command_line: the values on the command line, by key.
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
-        ini: the values given there, by key.
+        ini: the values in the ini file, by key.
     """
     given = _laid_over(command_line, markers, ini)
     allow = frozenset(name for values in (ini, *markers) for name in names(values.get("allow", ())))
@@ -65,12 +65,12 @@ def resolve_policy(
 def resolve_trace_tokens(
     command_line: Mapping[str, Any], markers: Sequence[Mapping[str, Any]], ini: Mapping[str, Any]
 ) -> bool:
-    """Whether prompts of `kv_trace` have tokens, by the rule of policy: command line over marker over ini over default.
+    """Return whether prompts of `kv_trace` have tokens: command line over marker over ini over default.
 
     Args:
-        command_line: the values given there, by key.
+        command_line: the values on the command line, by key.
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
-        ini: the values given there, by key.
+        ini: the values in the ini file, by key.
     """
     return bool(_laid_over(command_line, markers, ini).get("trace_tokens", False))
 
@@ -93,19 +93,19 @@ def resolve_matrix(
     *,
     key: str = "backends",
 ) -> tuple[str, ...]:
-    """Matrix: the closest marker's names over ini over the default ones; less its `exclude`; and only those of
-    the command line, if it names any.
+    """Return the matrix: the closest marker's names over ini over the default, without the marker's `exclude`, and
+    limited to the names on the command line, if there are any.
 
     Args:
-        known: names of all backends, or dialects, in order; the result has this order too.
+        known: names of all backends or dialects, in order; the result has the same order.
         default: names of those that tests run over by default.
-        command_line: the values given there, by key.
+        command_line: the values on the command line, by key.
         markers: the test's `kv_backends` or `kv_dialects` markers, closest first; only the closest counts.
-        ini: the values given there, by key.
-        key: of the setting: "backends" or "dialects".
+        ini: the values in the ini file, by key.
+        key: the key of the setting: "backends" or "dialects".
 
     Returns:
-        The names that the test runs over. None is left: the test is deselected.
+        The names that the test runs over. If there are none, the test is deselected.
     """
     wanted: Iterable[str] = ini.get(key, default)
     exclude: tuple[str, ...] = ()
@@ -125,23 +125,23 @@ def resolve_profile(
     named: Mapping[str, NamedProfile] = MappingProxyType({}),
     defaults: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineProfile:
-    """Profile: the base (what `kv_base_profile` returns: an override's, or ini's), under the markers, under the
+    """Return the profile: the base (the value of `kv_base_profile`), overridden by the markers, and these by the
     command line, which can set the seed.
 
-    The innermost `profile` of the markers takes the place of the base (None: it stays), under the other keys of all
-    markers, those of outer ones too. The sizes among the fields of `engine` are laid over the result, and may not
-    contradict what was set: keys of markers and command line, fields of the `profile`, or, if there is none, fields of
-    the base that differ from their default.
+    The innermost `profile` of the markers replaces the base (None: the base stays); the other keys of all markers,
+    including outer ones, override it. The sizes among the fields of `engine` override the result, and may not
+    contradict values that were set: keys of markers and command line, and fields of the `profile` or, without one,
+    fields of the base that differ from their default.
 
     Args:
-        base: the base.
+        base: the base profile.
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.
-        command_line: the values given there, by key.
+        command_line: the values on the command line, by key.
         named: the named profiles.
-        defaults: the fields that `pytest_kvmock_defaults` sets: they are laid over the base, and count as not set.
+        defaults: the fields that `pytest_kvmock_defaults` sets: they override the base, and count as not set.
 
     Raises:
-        ValueError: the fields together are out of range, or one of `engine` contradicts one that was set.
+        ValueError: the fields together are out of range, or a field of `engine` contradicts a value that was set.
     """
     given: dict[str, Any] = {}
     name: str | None = None
@@ -164,7 +164,7 @@ def resolve_profile(
 
 
 def resolve_engine(markers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Fields of the engines: those of the `engine` keys of all markers, inner over outer, field by field.
+    """Return the fields of the engines: the `engine` keys of all markers merged by field, inner over outer.
 
     Args:
         markers: the keywords of each `kvmock` marker, from the outermost to the innermost.

@@ -1,6 +1,6 @@
-"""Backends and dialects of other plugins: what their hooks return is checked, and registered for this run.
+"""Backends and dialects of other plugins: the results of their hooks are checked, and registered for this run.
 
-Loaded only where somebody implements such a hook, or uses backends or dialects.
+This module is loaded only if a plugin implements such a hook, or backends or dialects are used.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 
 class Registry(NamedTuple):
-    """What one hook registers.
+    """The kind of objects that one hook registers.
 
     Attributes:
-        hook: its name.
-        what: one of them, in a message.
-        kind: their class.
-        example: how one is made.
-        built_in: those that are there without a hook, by name.
+        hook: the name of the hook.
+        what: the word for one object in messages.
+        kind: the class of the objects.
+        example: code that makes one.
+        built_in: the built-in objects, by name.
         registered: registers others while its context lasts.
     """
 
@@ -56,14 +56,14 @@ def read_dialects(config: pytest.Config) -> dict[str, str]:
 
 
 def read(config: pytest.Config, registry: Registry) -> dict[str, str]:
-    """Read a hook, and register its results until the run is over.
+    """Call a hook, and register its results until the run ends.
 
     Returns:
-        The plugin that registered each, by its name.
+        The plugin that registered each object, by the object's name.
 
     Raises:
-        pytest.UsageError: a plugin returns something else than a mapping of names to what the hook is for, names a
-            built-in one or one that another plugin has named, or raises. It names the plugin.
+        pytest.UsageError: a plugin raises, does not return a mapping of names to objects of the hook's kind, or uses
+            the name of a built-in object or of another plugin's. The message names the plugin.
     """
     specs: dict[str, object] = {}
     plugins: dict[str, str] = {}
@@ -87,16 +87,16 @@ def read(config: pytest.Config, registry: Registry) -> dict[str, str]:
 
 
 def plugin_name(config: pytest.Config, plugin: object) -> str:
-    """Return the name of a plugin for messages; of a conftest, its path from the root."""
+    """Return the name of a plugin for messages; for a conftest, its path from the root."""
     name = config.pluginmanager.get_name(plugin) or repr(plugin)
-    if os.path.isabs(name):  # noqa: PTH117 - it need not be a path at all
+    if os.path.isabs(name):  # noqa: PTH117 - it need not be a path
         path = Path(name)
         return str(path.relative_to(config.rootpath)) if path.is_relative_to(config.rootpath) else name
     return name
 
 
 def raised_in(config: pytest.Config, hook: str, implementations: Sequence[pluggy.HookImpl], error: Exception) -> str:
-    """Describe an error of a hook: which plugin raised it, as far as its traceback shows, and what and where."""
+    """Describe an error of a hook: the plugin that raised it, if the traceback shows it, the error and its place."""
     codes = [frame.f_code for frame, _ in traceback.walk_tb(error.__traceback__)]
     for implementation in implementations:
         if getattr(implementation.function, "__code__", None) in codes:
@@ -111,7 +111,7 @@ def _raised(error: Exception) -> str:
 
 
 def _implementers(config: pytest.Config, hook: str) -> list[object]:
-    """Plugins that implement a hook, in the order in which they were registered."""
+    """Return the plugins that implement a hook, in the order of registration."""
     hooks = getattr(config.hook, hook).get_hookimpls()
     return [each.plugin for each in hooks if not (each.wrapper or each.hookwrapper)]
 
@@ -125,7 +125,7 @@ def _returned(config: pytest.Config, plugin: object, registry: Registry) -> Mapp
         answers = config.pluginmanager.subset_hook_caller(registry.hook, others)(config=config)
     except (pytest.UsageError, pytest.exit.Exception):
         raise
-    except Exception as error:  # noqa: BLE001 - whatever it is, it is reported in one line
+    except Exception as error:  # noqa: BLE001 - any error is reported in one line
         if config.getoption("fulltrace", False):
             raise pytest.UsageError(f"{where} raised:\n{''.join(traceback.format_exception(error))}") from None
         raise pytest.UsageError(f"{where} {_raised(error)}") from None
@@ -135,13 +135,13 @@ def _returned(config: pytest.Config, plugin: object, registry: Registry) -> Mapp
     for key, spec in specs.items():
         if not isinstance(spec, registry.kind):
             raise pytest.UsageError(f"{where}: {key!r} is {spec!r:.80}; allowed: a {kind}, such as {registry.example}")
-        if key != spec.name:  # type: ignore[attr-defined]  # backends and dialects have one
+        if key != spec.name:  # type: ignore[attr-defined]  # backends and dialects have a name
             raise pytest.UsageError(f"{where}: the key {key!r} is not the name of its {registry.what}, {spec.name!r}")  # type: ignore[attr-defined]  # as above
     return specs
 
 
 def too_late(config: pytest.Config, plugin: object, hook: str) -> pytest.Collector.CollectError:
-    """The error for a plugin that has the hook, and came when it was read."""
+    """Return the error for a plugin that has the hook, but was registered after it was read."""
     return pytest.Collector.CollectError(
         f"{plugin_name(config, plugin)}: {hook} comes too late here: it is read once, before collection, from plugins "
         "and initial conftests (those of the root, of testpaths, and of paths on the command line)"

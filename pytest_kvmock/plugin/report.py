@@ -23,7 +23,9 @@ AS_READ: Final = "as read in its sources; the program did not run"
 
 
 def header(config: pytest.Config) -> str:
-    """Return the header: one line of what differs from the default, or, with -v, of everything."""
+    """Return the header: one line with the matrix and the policy, and lines about backends outside of the matrix or
+    read from sources.
+    """
     settings = config.stash[SETTINGS]
     from pytest_kvmock.engines.backends import backend_spec
 
@@ -52,11 +54,11 @@ def header(config: pytest.Config) -> str:
 
 
 def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
-    """All backends, one a line, with what each models.
+    """Return all backends, one per line, with the model of each.
 
     Args:
-        settings: of the run.
-        plugins: the plugin that registered each that is not built in, by name.
+        settings: settings of the run.
+        plugins: the plugin that registered each backend that is not built in, by the backend's name.
     """
     from pytest_kvmock.engines import backends
 
@@ -75,7 +77,7 @@ def backend_lines(settings: Settings, plugins: Mapping[str, str]) -> str:
 
 
 def profile_lines(settings: Settings) -> str:
-    """All named profiles, one a line: its fields, its place, and what it is for."""
+    """Return all named profiles, one per line: fields, place, and description."""
     profiles = settings.profiles
     if not profiles:
         return "no profiles: ini kvmock_profiles names their files\n"
@@ -94,7 +96,7 @@ _UNUSED: Final = "faults at random that were never injected"
 
 
 def add_log(case: Case, phase: str, around: Problem | None = None) -> None:
-    """Attach the event log to the report of this phase: around a problem, or its end."""
+    """Attach the event log to the report of this phase: the part around a problem, or the end."""
     from pytest_kvmock.oracle.hygiene.log_text import log_text
 
     events = case.harness.events
@@ -106,7 +108,7 @@ def add_log(case: Case, phase: str, around: Problem | None = None) -> None:
 
 
 def _engine_text(case: Case) -> str:
-    """A line with the sizes in force of a hybrid model's caches; empty for an engine with one."""
+    """Return a line with the effective sizes of a hybrid model's caches; empty for an engine with one cache."""
     groups = next((worker.traits.groups for worker in case.harness.workers.values()), ())
     if not groups:
         return ""
@@ -117,18 +119,18 @@ def _engine_text(case: Case) -> str:
 
 _SPENT: Final = pytest.StashKey[float]()
 _SESSION: Final = 10
-"""How many times the seconds of one test a run spends on reproductions: what breaks every test needs one, not
-hundreds."""
+"""Limit of a run's time for reproductions, in multiples of the limit for one test: a bug that breaks every test needs
+one reproduction, not hundreds."""
 
 _SCREEN_EVENTS: Final = 20
 _SCREEN_REQUESTS: Final = 3
 
 
 def add_reproduction(case: Case, phase: str, problem: Problem) -> str | None:
-    """Attach the smallest reproduction of a failure, or in a line why there is none, and return it; None if none was
-    wanted.
+    """Attach the smallest reproduction of a failure, or a line that says why there is none, and return it; None if none
+    was wanted.
 
-    One whose traffic is less than a screen needs none, unless a plugin takes it, or it stands in a page.
+    A failure whose traffic fits on a screen needs none, unless a plugin or a page uses it.
     """
     config, kv = case.item.config, case.harness
     settings = config.stash[SETTINGS]
@@ -156,7 +158,7 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
         found = reproduce(case.harness, problem, allow=case.policy.allow, expired=lambda: time.monotonic() > until)
     except NotReduced as reason:
         return f"none: {reason} (--kv-reduce={seconds:g})"
-    except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must be reported all the same
+    except Exception as error:  # noqa: BLE001 - a user's index or backend, replayed; the verdict must still be reported
         return f"none: the search ended in {type(error).__name__}: {error}"
     lines = case.item.ihook.pytest_kvmock_reproduction(item=case.item, reproduction=found)
     saved = "".join(f"\n# {line}" for line in lines)
@@ -168,12 +170,12 @@ def _reproduction(case: Case, problem: Problem, seconds: float, until: float) ->
 def add_page(
     case: Case, phase: str, failure: str, problem: Problem | None = None, reproduction: str | None = None
 ) -> None:
-    """Write the page of a test that fails, with --kv-html; a line of the report says where, or why there is none.
+    """With --kv-html, write the page of a failing test; a line of the report has its path, or why there is none.
 
     Args:
         case: the test.
-        phase: of pytest.
-        failure: its message.
+        phase: the phase of pytest.
+        failure: the message of the failure.
         problem: the problem shown first; None: the end of the log.
         reproduction: the smallest reproduction, as text.
     """
@@ -184,13 +186,15 @@ def add_page(
 
     try:
         text = write_failure(case, directory, failure, problem, reproduction)
-    except Exception as error:  # noqa: BLE001 - the failure of the test must be reported all the same
+    except Exception as error:  # noqa: BLE001 - the failure of the test must still be reported
         text = f"none: --kv-html={directory}: {' '.join(f'{type(error).__name__}: {error}'.split())}"
     case.item.add_report_section(phase, "kvmock page", text)
 
 
 def _awaited_by(item: pytest.Item) -> str | None:
-    """Return the marker by which a plugin awaits a test like this one, "" for none; None: it awaits by itself."""
+    """Return the marker by which a plugin awaits a test like this one, "" for an async test without one; None for a
+    test that is not async.
+    """
     for marker in ("asyncio", "anyio"):
         if item.get_closest_marker(marker) is not None:
             return marker
@@ -198,7 +202,7 @@ def _awaited_by(item: pytest.Item) -> str | None:
 
 
 def passed_logs(reporter: pytest.TerminalReporter) -> None:
-    """Write the event logs of tests that passed, where pytest does not (-rP, and -rX for an xfail that passed)."""
+    """Write the event logs of passed tests if pytest does not (-rP, and -rX for an xfail that passed)."""
     for outcome, char in (("passed", "P"), ("xpassed", "X")):
         if reporter.hasopt(char):
             continue
@@ -211,9 +215,9 @@ def passed_logs(reporter: pytest.TerminalReporter) -> None:
 
 
 def record_properties(case: Case) -> None:
-    """Put backend, events, errors and warnings where junit, pytest-xdist and the summary find them.
+    """Record backend, events, errors and warnings as properties that junit, pytest-xdist and the summary read.
 
-    Replaced, not appended: a rerun judges the same item again.
+    They are replaced, not appended: a rerun uses the same item again.
     """
     mine: list[tuple[str, object]] = []
     if case.backend is not None:
@@ -226,7 +230,7 @@ def record_properties(case: Case) -> None:
         mine.append(("kvmock.engine_warnings", _counts_text(case.engine_warnings)))
     if unused := case.harness.publisher.unused_faults:
         mine.append(("kvmock.unused_faults", _counts_text(dict.fromkeys(unused, 1))))
-    # What a scenario file publishes is written there, and there is no engine to compare it with.
+    # A scenario file has its own events, and there is no engine to compare them with.
     if isinstance(case.item, pytest.Function):
         sinks = {
             "uncompared_sinks": case.harness.publisher.num_uncompared_sinks,
@@ -250,17 +254,17 @@ def _counts_text(counts: Mapping[str, int]) -> str:
 
 
 def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, only_undone: bool = False) -> str | None:
-    """Return the line on the events that a run judged: tests, backends, events, warnings by rule; None if there were
+    """Return the line on the events that a run checked: tests, backends, events, warnings by rule; None if there were
     none.
 
-    Then what was asked for and not done: faults at random, each with the tests in which it was injected into no event,
-    and sinks that nothing was published to, or whose engine was not compared; and how many blocks on the host an index
-    took for the device's.
+    The line then lists requested checks that were not done: random faults, each with the number of tests in which it
+    was injected into no event, and sinks that no event came to, or whose engine was not compared. Last comes the number
+    of blocks on the host that an index took for the device's.
 
     Args:
-        reports: of teardowns, with what `record_properties` put there; of a test that was run again, the last counts.
-        settings: of the run.
-        only_undone: leave out what was judged.
+        reports: teardown reports with the properties of `record_properties`; of a rerun test, the last report counts.
+        settings: settings of the run.
+        only_undone: whether to leave out the checked events.
     """
     from pytest_kvmock.oracle.hygiene.rules import RULES
 
@@ -272,7 +276,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     counted = {"kvmock.warnings": warnings, "kvmock.engine_warnings": engine_warnings, "kvmock.unused_faults": unused}
     for report in {each.nodeid: each for each in sorted(reports, key=lambda one: one.start)}.values():
         properties: dict[str, Any] = dict(report.user_properties)
-        # A request may be left, and nothing else.
+        # A leaked request may be the only finding.
         tests += bool(properties["kvmock.events"] or "kvmock.warnings" in properties)
         events += properties["kvmock.events"]
         if "kvmock.backend" in properties:

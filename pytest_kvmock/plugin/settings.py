@@ -1,7 +1,7 @@
 """The settings of a run, read from command line and ini file.
 
-It is read and checked once, when pytest is configured, and kept as plain mappings that hold only what was really given,
-so that 0, False and "" count as given. `precedence.py` decides what wins.
+They are read and checked once, when pytest is configured, and kept as plain mappings that hold only given values, so
+that 0, False and "" count as given. `precedence.py` decides which value wins.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Settings(NamedTuple):
     """The values that were given on the command line and in the ini file, checked.
 
     Attributes:
-        command_line: by key of `OPTIONS`.
+        command_line: values by key of `OPTIONS`.
         ini: the same.
-        profiles: the engine profiles that the files of the ini file name.
+        profiles: the named engine profiles from the files that the ini file lists.
     """
 
     command_line: Mapping[str, Any]
@@ -36,12 +36,13 @@ class Settings(NamedTuple):
     profiles: Mapping[str, NamedProfile] = MappingProxyType({})
 
     def get(self, key: str, default: Any = None) -> Any:
-        """Look up a key that neither marker nor fixture can set: command line before ini."""
+        """Return the value of a key that neither marker nor fixture can set: command line over ini."""
         return self.command_line.get(key, self.ini.get(key, default))
 
 
 UNJUDGED: Final = "kvmock.unjudged"
-"""The property that the report of each test has whose contract cannot judge all of its subject: the class, and what."""
+"""The property in the report of a test whose contract cannot judge all of its subject: the class, and what is
+missing."""
 
 SETTINGS: Final = pytest.StashKey[Settings]()
 
@@ -50,7 +51,7 @@ def read_settings(config: pytest.Config) -> Settings:
     """Read and check the settings on the command line and in the ini file.
 
     Raises:
-        pytest.UsageError: a bad value. It names the given value, the allowed values and the place.
+        pytest.UsageError: an invalid value. The message names the given value, the allowed values and the place.
     """
     command_line, ini = read_options(config, OPTIONS)
     _check_ini_names(config)
@@ -63,7 +64,7 @@ def read_settings(config: pytest.Config) -> Settings:
 
 
 def read_options(config: pytest.Config, options: Iterable[Option]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Read and check what the command line and the ini file say of these options, by their keys.
+    """Read and check the values of these options on the command line and in the ini file, by key.
 
     Raises:
         pytest.UsageError: see `read_settings`.
@@ -87,7 +88,7 @@ def read_options(config: pytest.Config, options: Iterable[Option]) -> tuple[dict
 
 
 def _check_ini_names(config: pytest.Config) -> None:
-    """Check the names of settings that begin as ours do: pytest ignores unknown ones, or warns."""
+    """Check the names of settings that begin like ours: pytest ignores unknown ones, or warns."""
     given = [(str(text).partition("=")[0], "-o") for text in config.getoption("override_ini", None) or ()]
     if config.inipath is not None:
         text = config.inipath.read_text(encoding="utf-8", errors="replace")
@@ -97,7 +98,7 @@ def _check_ini_names(config: pytest.Config) -> None:
     for name, place in given:
         if name.startswith("kvmock_") and name not in known:
             try:
-                config.getini(name)  # of another plugin
+                config.getini(name)  # another plugin may have it
             except (KeyError, ValueError):
                 from pytest_kvmock.values.checks import unknown_text
 
@@ -105,7 +106,7 @@ def _check_ini_names(config: pytest.Config) -> None:
 
 
 def _names_in(path: Path, text: str) -> list[str]:
-    """The names of the settings in an ini file of pytest."""
+    """Return the names of the settings in an ini file of pytest."""
     if path.suffix == ".toml":
         import tomllib
 
@@ -129,7 +130,7 @@ def _checked(option: Option, value: object, place: str) -> Any:
 
 
 def ini_place(config: pytest.Config, option: Option) -> str:
-    """Return where the ini setting of an option stands, for messages."""
+    """Return the place of an option's ini setting, for messages."""
     overrides = config.getoption("override_ini", None) or ()
     if any(str(text).startswith(f"{option.ini}=") for text in overrides):
         return f"-o {option.ini}"
@@ -143,7 +144,7 @@ def _named_profiles(config: pytest.Config, ini: Mapping[str, Any]) -> Mapping[st
     from pytest_kvmock.values.strict_yaml import YamlError
 
     home = _home(config)
-    files: dict[Path, str] = {}  # with the name that messages use; each file once
+    files: dict[Path, str] = {}  # by path, so that each file is read once; with the name for messages
     for pattern in ini["profiles"]:
         found = sorted(glob(os.path.join(home, pattern), recursive=True))  # noqa: PTH118, PTH207 - an absolute pattern too
         if not found:
@@ -158,7 +159,7 @@ def _named_profiles(config: pytest.Config, ini: Mapping[str, Any]) -> Mapping[st
 
 
 def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
-    """Read the name of a profile that exists."""
+    """Read the name of an existing profile."""
     if not isinstance(value, str):
         raise ValueError(f"got {value!r}; allowed: the name of a profile")  # noqa: TRY004 - one family of errors
     if value not in profiles:
@@ -171,7 +172,7 @@ def profile_name(value: object, profiles: Mapping[str, NamedProfile]) -> str:
 
 
 def base_profile(settings: Settings) -> EngineProfile:
-    """Return the profile of the ini file: its named one, with its single fields laid over that."""
+    """Return the profile of the ini file: its named profile, overridden by its single fields."""
     name = settings.ini.get("profile")
     named = {} if name is None else settings.profiles[name].fields
     return profile_of({**named, **settings.ini})
@@ -207,7 +208,7 @@ def _check_trace(config: pytest.Config, settings: Settings) -> None:
 
 
 def check_directory(config: pytest.Config, wanted: str | None, flag: str) -> None:
-    """Check the directory into which files are to be written; None if none are."""
+    """Check the directory for files to write; None if no files are written."""
     if wanted is None:
         return
     path = Path(config.invocation_params.dir, wanted)
@@ -216,7 +217,7 @@ def check_directory(config: pytest.Config, wanted: str | None, flag: str) -> Non
 
 
 def trace_path(config: pytest.Config, settings: Settings) -> Path | None:
-    """Return the path of the trace: relative to the working directory, or to the ini file that names it; None: there
+    """Return the path of the trace, relative to the working directory, or to the ini file that names it; None if there
     is none.
     """
     if "trace" in settings.command_line:
@@ -235,7 +236,7 @@ def profile_of(values: Mapping[str, Any]) -> EngineProfile:
     """Make a profile from the entries of `values` that are its fields.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: a field is out of range.
     """
     from pytest_kvmock.engines.backends import EngineProfile
 

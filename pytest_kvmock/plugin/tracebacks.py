@@ -1,9 +1,9 @@
-"""The traceback of a failing test: it leaves out our code that refuses a test's call. The test's own line and the
-message say all.
+"""The traceback of a failing test, without our code that refuses a test's call. The test's line and the message are
+enough.
 
-The line at which an error was raised shows whose error it is. Where that is a `raise` of ours, or lies in code of the
-user's that we have called, frames of ours between are left out. Any other error in our code is a bug of ours, and is
-shown whole; so is everything with `--full-trace`.
+The line that raised an error shows its origin. If this is a `raise` of ours, or is in user code that we called, our
+frames in between are left out. Any other error in our code is our bug, and is shown whole. `--full-trace` shows
+everything.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ _OURS: Final = "pytest_kvmock"
 
 
 def leave_out_ours(item: pytest.Item, failure: BaseException) -> None:
-    """Take frames of ours out of the tracebacks of a failure, and of those that it comes from, where they explain
-    nothing.
+    """Remove our frames from the tracebacks of a failure and of its causes, if they explain nothing.
 
     Args:
-        item: the test; one that is ours itself, of a contract, is left as it is.
-        failure: what it raised.
+        item: the test; a test of a contract, which is our code, is not changed.
+        failure: the exception that it raised.
     """
     function = getattr(item, "function", None)
     if item.config.getoption("fulltrace", False) or _is_ours(getattr(function, "__module__", _OURS)):
@@ -36,7 +35,7 @@ def leave_out_ours(item: pytest.Item, failure: BaseException) -> None:
 
 
 def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and those that are shown with it as its origin."""
+    """Yield an error and the errors that are shown with it as its origin."""
     seen: set[int] = set()
     shown: BaseException | None = error
     while shown is not None and id(shown) not in seen:
@@ -50,7 +49,7 @@ def _is_ours(module: str | None) -> bool:
 
 
 def _without_ours(whole: TracebackType) -> TracebackType:
-    """Return a traceback without frames of ours, if the rest shows where it comes from; else the whole one."""
+    """Return a traceback without our frames if the rest shows the origin; otherwise the whole one."""
     entries: list[TracebackType] = []
     entry: TracebackType | None = whole
     while entry is not None:

@@ -1,8 +1,8 @@
-"""The verdict: whether a test whose body is over keeps its outcome.
+"""The verdict: whether a test whose body has ended keeps its outcome.
 
-It is passed in the call phase, because there it is one failure of one test: a check in a fixture's finalizer makes
-"passed" and "error" of it, doubles a failure of the body, and breaks xfail. What arrives later, from any teardown, is
-judged when all finalizers are done.
+It is given in the call phase, where it makes one failure of one test. A check in a fixture's finalizer would report
+both "passed" and "error", double a failure of the body, and break xfail. Events that arrive later, from any teardown,
+are checked when all finalizers are done.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
     from pytest_kvmock.plugin.case import Case
 
 _OF_THE_END: Final = (LEAKED_REQUESTS, LEASED_BLOCKS, NOT_FLUSHED)
-"""Rules that a body breaks that does not come to its end."""
+"""Rules that a body breaks if it ends early."""
 
 
 class _Findings:
-    """The problems found since the last time, sorted by what the test's policy makes of them."""
+    """The problems found since the last check, sorted by their effect under the test's policy."""
 
     __slots__ = ("errors", "fatal", "reported", "unmet", "warnings")
 
@@ -36,7 +36,7 @@ class _Findings:
         self.errors = [problem for problem in verdict.errors if problem.rule not in policy.allow]
         warnings = [problem for problem in verdict.warnings if problem.rule not in policy.allow]
         unwaived = case.harness.events.unwaived
-        if policy.event_errors != "ignore":  # what has no consequence is not asked about
+        if policy.event_errors != "ignore":  # no hook is called for problems without effect
             self.errors = unwaived(self.errors)
         if policy.event_warnings != "ignore":
             warnings = unwaived(warnings)
@@ -54,7 +54,7 @@ class _Findings:
                 self.fatal += problems
             elif reaction == "warn":
                 self.reported += problems
-        if self.errors and warnings:  # what came first is nearer to the cause, whatever its kind
+        if self.errors and warnings:  # the earliest problem is nearest to the cause, whatever its kind
             order = {problem: i for i, problem in enumerate(case.harness.events.problems)}
             for problems in (self.fatal, self.reported):
                 problems.sort(key=order.__getitem__)
@@ -65,10 +65,10 @@ class _Findings:
 
 
 def judge_body(case: Case) -> None:
-    """Judge a test whose body passed.
+    """Check the events of a test whose body passed.
 
     Raises:
-        pytest.fail.Exception: it is wrong all the same.
+        pytest.fail.Exception: they have errors.
     """
     __tracebackhide__ = True
     found = _look(case, "call")
@@ -78,7 +78,7 @@ def judge_body(case: Case) -> None:
 
 
 def judge_failed_body(case: Case, failure: BaseException) -> None:
-    """Add notes and the log to a test whose body failed by itself: its failure stays the only one."""
+    """Add notes and the log to a test whose body failed: its own failure stays the only one."""
     from pytest_kvmock.oracle.hygiene.problem import EventRulesBroken
 
     if _keeps_its_outcome(failure):
@@ -90,7 +90,7 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
         if not _is_expected(case.item, failure):
             add_page(case, "call", _said(failure))
         return
-    if isinstance(failure, EventRulesBroken):  # of kv_events.assert_no_event_errors(), say: it is about any of them
+    if isinstance(failure, EventRulesBroken):  # for example of kv_events.assert_no_event_errors(), about any problem
         problem = _first(found)
     else:
         problem = next((problem for problem in found.fatal if problem.rule not in _OF_THE_END), None)
@@ -100,20 +100,20 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
 
 
 def judge_late(case: Case) -> None:
-    """Judge events after the body, when all finalizers are done.
+    """Check events after the body, when all finalizers are done.
 
     Raises:
-        pytest.fail.Exception: something wrong did.
+        pytest.fail.Exception: late events have errors.
     """
     __tracebackhide__ = True
-    # A failure that did not pass through our hook (a TestCase's own, a strict xfail that passed) shows in the count.
+    # A failure that did not pass through our hook (of a TestCase, or a strict xfail that passed) shows in the count.
     if not case.passed or case.item.session.testsfailed > case.failed_before:
         return
     _finish(case, _look(case, "teardown"), "teardown")
 
 
 def judge_failed_teardown(case: Case, failure: BaseException) -> None:
-    """Add notes and the log to a test whose teardown failed by itself."""
+    """Add notes and the log to a test whose teardown failed."""
     if case.passed and not _keeps_its_outcome(failure):
         first = _first(_add_note(case, failure))
         if first is not None and case.policy.log != "none":
@@ -122,7 +122,7 @@ def judge_failed_teardown(case: Case, failure: BaseException) -> None:
 
 
 def _look(case: Case, phase: str) -> _Findings:
-    """Collect the problems. An index or hook of the user's may raise then; the log is shown for that, too."""
+    """Collect the problems. The user's index or hook may raise in this; the log is then shown, too."""
     __tracebackhide__ = True
     try:
         return _Findings(case)
@@ -144,7 +144,7 @@ def _finish(case: Case, found: _Findings, phase: str) -> None:
         try:
             case.item.warn(KvEventWarning(text))
         except KvEventWarning:
-            # -W error. Failed here, and not by what was raised, so that it shows the message and not these frames.
+            # With -W error. Fail below instead of re-raising, to show the message without these frames.
             failure = failure or f"KvEventWarning: {text}"
     log = case.policy.log
     if (log == "all" and not late) or (log != "none" and failure):
@@ -164,14 +164,14 @@ def _first(found: _Findings | None) -> Problem | None:
 
 
 def _add_note(case: Case, failure: BaseException) -> _Findings | None:
-    """Add a note to a failure of the test's own, if a problem was found; None if it cannot be judged."""
+    """Add a note to the test's own failure if there is a problem; return None if the events cannot be checked."""
     from pytest_kvmock.oracle.hygiene.report import failure_text
 
     try:
         found = _Findings(case)
     except pytest.exit.Exception:
         raise
-    # What the user gave, an index or a hook, may raise or fail, and is not why the test failed.
+    # The user's index or hook may raise or fail here, which is not why the test failed.
     except (Exception, pytest.fail.Exception, pytest.skip.Exception) as error:  # noqa: BLE001 - as the comment says
         why = repr(error).removeprefix("kvmock: ")
         if why not in str(failure):  # kv_events.assert_no_event_errors() may have shown it
@@ -188,8 +188,8 @@ def _add_note(case: Case, failure: BaseException) -> _Findings | None:
 
 
 def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
-    """Return whether an xfail mark expects this failure, as far as can be found out: what is attached is shown
-    nowhere.
+    """Return whether an xfail mark expects this failure, as far as can be determined: attachments would not be
+    shown.
     """
     if item.config.getoption("runxfail", False):
         return False
@@ -204,10 +204,10 @@ def _is_expected(item: pytest.Item, failure: BaseException) -> bool:
 
 
 def _keeps_its_outcome(failure: BaseException) -> bool:
-    """Return whether a failure is a skip, an xfail, or the end of the session. A note on a skip would leak into the
+    """Return whether a failure is a skip, an xfail, or the end of the session. A note on a skip would appear in the
     summary.
     """
     if isinstance(failure, pytest.skip.Exception | pytest.xfail.Exception | pytest.exit.Exception | KeyboardInterrupt):
         return True
-    unittest = sys.modules.get("unittest")  # pytest takes its SkipTest for a skip, where it is loaded
+    unittest = sys.modules.get("unittest")  # if loaded, pytest takes its SkipTest for a skip
     return unittest is not None and isinstance(failure, unittest.SkipTest)

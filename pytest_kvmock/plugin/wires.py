@@ -1,4 +1,6 @@
-"""What the fixtures `kv_wire`, `kv_publisher` and `make_kv_publisher` give: the events of a worker on a wire."""
+"""The values of the fixtures `kv_wire`, `kv_publisher`, `make_kv_publisher` and `kv_server`: the events of workers on a
+wire.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def make_wire(case: Case, harness: RouterHarness, kv_dialect: str) -> KvWire:
-    """Make what keeps the bytes of worker 0, all ranks."""
+    """Make the `KvWire` that keeps the bytes of worker 0, all ranks."""
     dialect = find_dialect(backend_name(case.item, kv_dialect, DIALECTS))
     try:
         _check_says(dialect, harness)
@@ -36,9 +38,9 @@ def make_wire(case: Case, harness: RouterHarness, kv_dialect: str) -> KvWire:
 
 @contextmanager
 def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[Callable[..., KvPublisher]]:
-    """What makes publishers of workers; they are closed when the context is left.
+    """Yield a function that makes publishers of workers; they are closed when the context ends.
 
-    A fault that was asked for and not injected fails a test that passed so far.
+    A requested fault that was not injected fails a test that passed so far.
     """
     made: list[KvPublisher] = []
     of_worker: dict[int, KvPublisher] = {}
@@ -57,12 +59,12 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
             except (ImportError, ValueError) as error:
                 fail_in_one_line(case.item, f"kv_publisher: {error}")
             former = of_worker.get(worker)
-            if former is not None and former.closed:  # the engine's process has died, and comes back
+            if former is not None and former.closed:  # the engine's process died, and starts again
                 harness.publisher.remove_sink(former)
                 publisher.take_over(former)
             of_worker[worker] = publisher
             harness.add_sink(publisher, worker_id=worker)
-            stack.callback(harness.publisher.remove_sink, publisher)  # what teardowns publish later has no wire
+            stack.callback(harness.publisher.remove_sink, publisher)  # later events of teardowns have no wire
             made.append(publisher)
             if case.capture is not None:
                 case.capture.journal.publishes(worker, publisher)
@@ -80,10 +82,9 @@ def publishers(case: Case, harness: RouterHarness, kv_dialect: str) -> Iterator[
 def servers(
     case: Case, harness: RouterHarness, kv_dialect: str, make_publisher: Callable[..., KvPublisher]
 ) -> Iterator[Callable[..., KvServer]]:
-    """What makes the server of the harness; it is closed when the context is left.
+    """Yield a function that makes the server of the harness; it is closed when the context ends.
 
-    An engine that broke behind it fails a test that passed so far, and so does an answer or cut that was asked for and
-    did not strike.
+    A test that passed so far fails if an engine behind the server broke, or if a requested answer or cut was not used.
     """
     made: list[KvServer] = []
     with ExitStack() as stack:
@@ -94,7 +95,7 @@ def servers(
                 from pytest_kvmock.servers.serve.kv_server import KvServer  # imported on first use
 
                 class ServerOfTest(KvServer):
-                    """A server whose publishers are those of the test."""
+                    """A server that uses the publishers of the test."""
 
                     def _publisher(self, worker: int, **options: Any) -> KvPublisher:
                         return make_publisher(worker, **options)
@@ -114,7 +115,7 @@ def servers(
 
 
 def _check_says(dialect: Dialect, harness: RouterHarness) -> None:
-    """Check that a dialect can say what the workers publish.
+    """Check that a dialect can express the workers' events.
 
     Raises:
         ValueError: it cannot.
@@ -129,7 +130,7 @@ def _check_says(dialect: Dialect, harness: RouterHarness) -> None:
 
 
 def _digests(harness: RouterHarness, worker_id: int, dialect: Dialect) -> dict[int, StreamDigests]:
-    """The digests of each rank of a worker, where the dialect writes them.
+    """Return the digests of each rank of a worker, if the dialect writes them.
 
     Raises:
         EncodeError: the backend has none.

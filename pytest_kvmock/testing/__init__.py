@@ -1,6 +1,6 @@
 """For authors of backends, indexes and routers: contracts that their tests inherit, and traffic that Hypothesis draws.
 
-The contracts need nothing besides pytest. `traffic` and `KvStateMachine` need Hypothesis: the extra `hypothesis`.
+The contracts need only pytest. `traffic` and `KvStateMachine` need Hypothesis: the extra `hypothesis`.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Before any of them is imported. Their asserts have messages of their own; pytest adds the values.
+# Must run before any of these modules is imported. Their asserts have their own messages; pytest adds the values.
 pytest.register_assert_rewrite(
     *(
         f"{__name__}.{home}"

@@ -1,4 +1,4 @@
-"""Any traffic as a program of requests. It is made of drafts, which Hypothesis can draw and shrink, and is played."""
+"""Arbitrary traffic as a program of requests, made of drafts that Hypothesis can draw and shrink."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from pytest_kvmock.values.prompt_keys import PromptKeys
 class Player(Interpreter):
     """Does the steps of programs on the workers of a harness, and skips those that do not fit.
 
-    A request that does not fit is refused, as by an engine; this is not a failure. It is not there then, or stays as it
-    was, and later steps that its state does not allow are skipped.
+    A request that does not fit is refused, as by an engine; this is not a failure. It is then not admitted, or keeps
+    its state, and later steps that its state does not allow are skipped.
 
     Args:
         harness: the harness of the workers.
@@ -67,7 +67,7 @@ class Player(Interpreter):
 def play(harness: RouterHarness, program: Iterable[Step], *, most_shrink_events: int | None = MOST_EVENTS) -> None:
     """Play a program on the workers of a harness, and check the events after each step.
 
-    What does not fit is not a failure (see `Player`).
+    A request that does not fit is not a failure (see `Player`).
 
     Args:
         harness: the harness of the workers.
@@ -76,10 +76,10 @@ def play(harness: RouterHarness, program: Iterable[Step], *, most_shrink_events:
             which takes minutes if an index is slow.
 
     Raises:
-        EventRulesBroken: an error that was not expected, with a note that names the step after which it showed.
+        EventRulesBroken: an unexpected error; a note names the step after which it appeared.
         TypeError: something in the program is not a step.
         ValueError: `most_shrink_events` is below 1.
-        ShrinkingStopped: the program fails, and shrinking it took more events, or seconds, than it may.
+        ShrinkingStopped: the program fails, and shrinking it exceeded the limit of events or seconds.
     """
     __tracebackhide__ = True
     if most_shrink_events is not None:
@@ -112,11 +112,11 @@ class Draft:
             earlier prompt.
         which: an index, modulo the number of choices: for "again" the earlier prompts with whole blocks, for "near"
             `TRUNCATIONS`, else the open requests that the step fits.
-        worker: the worker of a step that names no open request.
+        worker: the worker, for a step that names no open request.
         blocks: for "prefill" and "serve", the blocks of the prompt.
         tokens: for "prefill" and "serve" the length of the tail, for "decode" the number of tokens, for "burst" the
             number of prompts, for "tick" the ms since the last tick.
-        of: for "decode", which token.
+        of: for "decode", the number of the token.
         rank: the data-parallel rank, where `worker` counts.
         wait: for a prefill, whether it waits.
         keys: for a prefill, what its prompt carries in addition to its tokens.
@@ -136,15 +136,15 @@ class Draft:
 _ON_REQUESTS: Final = {each.kind: each for each in OPERATIONS if issubclass(each, OnRequest)}
 
 MOST_BURSTS: Final = 2
-"""Bursts in a program of any traffic: one fills the caches, and the events of the other show what is evicted."""
+"""Most bursts in a program: one fills the caches, and the events of the other show what is evicted."""
 
 
 def resolve(drafts: Iterable[Draft], most_steps: int | None = None) -> Program:
-    """Make a program of drafts: give names to requests, and leave out steps for which there is no request.
+    """Make a program from drafts: name the requests, and leave out steps for which no request is open.
 
     Args:
         drafts: the drafts.
-        most_steps: further steps are cut off.
+        most_steps: length of the program; further steps are cut off. None: no limit.
     """
     held: dict[str, list[str]] = {"running": [], "preempted": []}
     steps: list[Step] = []
@@ -216,18 +216,18 @@ def random_traffic(
     most_in_a_burst: int = 0,
     most_ms: int = 0,
 ) -> Program:
-    """Traffic by a seed, without Hypothesis: the same program for the same arguments.
+    """Return traffic made from a seed, without Hypothesis: the same arguments give the same program.
 
     Args:
-        seed: which one.
+        seed: seed of the random numbers.
         steps: how many drafts; some make no step.
         workers: number of workers.
-        ranks: on how many ranks of each.
+        ranks: data-parallel ranks of each worker.
         most_blocks: blocks of the longest prompt.
-        numbers: how many different blocks there are; the fewer, the more is shared.
+        numbers: number of different blocks; the fewer, the more is shared.
         most_tokens: tokens of the longest tail, and of the longest decode.
-        most_in_a_burst: prompts of the longest `Burst`; 0 for none, and for no prompt that is served again.
-        most_ms: how far a `Tick` moves the time of a worker with tiers at most; 0 for none.
+        most_in_a_burst: prompts of the longest `Burst`; 0: no bursts, and no prompt is served again.
+        most_ms: the longest `Tick`, in ms, on a worker with tiers; 0: no ticks.
     """
     rng = Random(seed)  # noqa: S311 - mock data
     weighted: Sequence[Kind] = (*("prefill",) * 4, *("decode",) * 3, *("finish",) * 3, "preempt", "resume", "clear")

@@ -1,4 +1,4 @@
-"""A state machine for Hypothesis: engines and a router in any traffic, step by step."""
+"""A state machine for Hypothesis: engines and a router under arbitrary traffic, step by step."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _worker = st.runner().flatmap(lambda machine: st.integers(0, machine.workers - 1
 
 
 class KvStateMachine(RuleBasedStateMachine):
-    """Any traffic on the workers of a `RouterHarness`; after each step its events are judged.
+    """Arbitrary traffic on the workers of a `RouterHarness`; the events are checked after each step.
 
-    Use it as it is, by `for_backend`, or as a base for your own rules and invariants, which run in addition to these::
+    Use it unchanged, through `for_backend`, or as a base for your own rules and invariants, which run in addition::
 
         TestLru = KvStateMachine.for_backend("lru", num_blocks=8).TestCase
 
@@ -33,16 +33,16 @@ class KvStateMachine(RuleBasedStateMachine):
 
         TestMyIndex = MyIndexMachine.TestCase
 
-    A failure is printed as the fewest steps that show it. A prompt is a list of small numbers, one a block: block 3 has
-    only the token 3. A request that does not fit is refused; this is not a failure.
+    A failure is printed as the fewest steps that show it. A prompt is a list of small numbers, one per block: block 3
+    consists of token 3 only. A request that does not fit is refused; this is not a failure.
 
     Attributes:
         backend: name of the workers' backend, or a `BackendSpec`.
-        num_blocks: capacity of each worker in blocks; small, so that blocks are evicted soon.
-        block_size: tokens a block.
-        workers: how many there are.
+        num_blocks: capacity of each worker in blocks; it is small, so that blocks are evicted soon.
+        block_size: tokens per block.
+        workers: number of workers.
         chunk: tokens that are prefilled at once; None for the whole prompt.
-        harness: the world, new for each example.
+        harness: the workers and the index, new for each example.
     """
 
     backend: ClassVar[str | BackendSpec] = "lineage"
@@ -61,7 +61,7 @@ class KvStateMachine(RuleBasedStateMachine):
 
     @classmethod
     def for_backend(cls, backend: str | BackendSpec, **attributes: Any) -> type[KvStateMachine]:
-        """A machine for a backend.
+        """Return a machine class for a backend.
 
         Args:
             backend: its name, or a `BackendSpec`.
@@ -69,7 +69,7 @@ class KvStateMachine(RuleBasedStateMachine):
                 test.
 
         Raises:
-            TypeError: there is no such attribute.
+            TypeError: unknown attribute.
         """
         known = ("num_blocks", "block_size", "workers", "chunk", "make_index")
         for name in attributes:
@@ -87,7 +87,7 @@ class KvStateMachine(RuleBasedStateMachine):
         return None
 
     def make_harness(self) -> RouterHarness:
-        """Make the world of an example."""
+        """Make the harness of an example."""
         profile = EngineProfile(
             block_size=self.block_size, num_blocks=self.num_blocks, workers=self.workers, chunk=self.chunk
         )
@@ -102,7 +102,7 @@ class KvStateMachine(RuleBasedStateMachine):
         worker=_worker,
     )
     def prefill(self, blocks: Sequence[int], tail: int, worker: int) -> str:
-        """Admit a request whose prompt has these blocks, and then tokens 0."""
+        """Admit a request whose prompt has these blocks, then `tail` tokens 0."""
         name = f"r{self._admitted}"
         self._admitted += 1
         self._do(Prefill(name, tuple(blocks), tail if blocks else tail or 1, worker))
@@ -110,22 +110,22 @@ class KvStateMachine(RuleBasedStateMachine):
 
     @rule(request=request, tokens=st.integers(1, 5), of=st.integers(0, 2))
     def decode(self, request: str, tokens: int, of: int) -> None:
-        """Generate `tokens` tokens, drawn by the number `of`."""
+        """Generate `tokens` tokens, chosen by the number `of`."""
         self._do(Decode(request, tokens, of))
 
     @rule(request=consumes(request))
     def finish(self, request: str) -> None:
-        """Free its blocks."""
+        """End a request: free its blocks."""
         self._do(Finish(request))
 
     @rule(request=request)
     def preempt(self, request: str) -> None:
-        """Free its blocks, and keep its output."""
+        """Preempt a request: free its blocks, and keep its output."""
         self._do(Preempt(request))
 
     @rule(request=request)
     def resume(self, request: str) -> None:
-        """Give it blocks again."""
+        """Resume a preempted request: allocate its blocks again."""
         self._do(Resume(request))
 
     @rule(worker=_worker)
@@ -135,7 +135,7 @@ class KvStateMachine(RuleBasedStateMachine):
 
     def _do(self, step: Step) -> None:
         __tracebackhide__ = True
-        # Checked here, not by an invariant: that would be printed between any two steps.
+        # Checked here, not by an invariant: Hypothesis would print an invariant between any two steps.
         self._player.do(step)
         self.harness.events.assert_no_event_errors()
 

@@ -1,10 +1,10 @@
-"""How long Hypothesis may shrink a program that fails.
+"""A limit on how long Hypothesis shrinks a program that fails.
 
-Hypothesis gives up after five minutes, and an index that is slow, or fails in many ways, takes most of them. The only
-public way to stop it earlier is an exception that it does not take for a failure of the example: one that is not an
-`Exception`. So this module counts the events that were played since the first failure. The first failure beyond the
-bound is raised as `ShrinkingStopped`. Events are counted first, so that the same failure ends in the same way on any
-machine; seconds are for an index that takes long for each event.
+Hypothesis gives up after five minutes, and an index that is slow, or fails in many ways, uses most of them. The only
+public way to stop it earlier is an exception that does not count as a failure of the example: one that is not an
+`Exception`. This module counts the events played since the first failure, and raises the first failure beyond the limit
+as `ShrinkingStopped`. The main limit is a number of events, so that the same failure ends in the same way on any
+machine; the limit in seconds is for an index that needs long for each event.
 """
 
 from __future__ import annotations
@@ -19,28 +19,29 @@ from typing import Final
 from pytest_kvmock.values.programs.operations import Program, Step
 
 MOST_EVENTS: Final = 10_000
-"""An ordinary failure is shrunk within 4,500 (measured over the broken indexes of the contract's tests)."""
+"""Limit of events. An ordinary failure is shrunk within 4,500 (measured over the broken indexes of the contract's
+tests)."""
 
 MOST_SECONDS: Final = 20.0
-"""An ordinary failure takes 3 to 8."""
+"""Limit of seconds. An ordinary failure takes 3 to 8."""
 
 
 class ShrinkingStopped(BaseException):
-    """A program fails, and shrinking it took too long. The message has the smallest program that failed, and its error.
+    """A program fails, and shrinking it took too long. The message has the smallest failing program and its error.
 
     The failure itself is the `__cause__`.
     """
 
 
 class _Shrinking:
-    """What failed in the test that runs.
+    """The failures of the running test.
 
     Attributes:
         clock: the time in seconds.
-        test: the run of a test, as the outermost frame of Hypothesis; the counts begin again with another.
-        events: how many events plays had since the first that failed.
-        since: when that was, in seconds.
-        smallest: the smallest program that failed, and its failure.
+        test: the test run, identified by the outermost frame of Hypothesis; a new run resets the counts.
+        events: number of events played since the first failure.
+        since: time of the first failure, in seconds.
+        smallest: the smallest failing program, and its failure.
     """
 
     def __init__(self) -> None:
@@ -54,13 +55,13 @@ class _Shrinking:
         """Count a play.
 
         Args:
-            program: what was played.
-            events: how many events there were.
-            failure: what it raised; None: it passed.
-            most: how many events may be counted.
+            program: the program that was played.
+            events: number of its events.
+            failure: the exception it raised; None: it passed.
+            most: limit of events; None: no limit.
 
         Raises:
-            ShrinkingStopped: it failed, and there were more, or it took too long.
+            ShrinkingStopped: the play failed after more events than `most`, or after `MOST_SECONDS`.
         """
         hypothesis = sys.modules.get("hypothesis")
         if most is None or hypothesis is None or not hypothesis.currently_in_test_context():
@@ -90,7 +91,7 @@ class _Shrinking:
 
 
 def _outermost_of_hypothesis() -> FrameType | None:
-    """The frame in which Hypothesis runs the test: a new one in each run, by pytest, by unittest or by hand."""
+    """Return the frame in which Hypothesis runs the test. Each run by pytest, unittest or hand has a new one."""
     frame, found = inspect.currentframe(), None
     while frame is not None:
         if frame.f_globals.get("__name__", "").partition(".")[0] == "hypothesis":

@@ -1,4 +1,4 @@
-"""Traffic that Hypothesis draws, and shrinks."""
+"""Traffic that Hypothesis draws and shrinks."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 _KEYS: Final[Mapping[str, tuple[Any, Any]]] = {
     "lora_name": ("a", "b"),
-    "cache_salt": ("a", "b"),  # the names of adapters, too: an index that joins both names confuses them
+    "cache_salt": ("a", "b"),  # equal to the names of adapters: an index that joins both names confuses them
     "multimodal": ((("1c" * 32, 0, 1),), (("2d" * 32, 0, 1),)),
 }
-"""What a prompt may carry, in two values each."""
+"""The keys that a prompt may carry, with two values each."""
 
 
 def _carried(keys: Sequence[str]) -> list[PromptKeys | None]:
-    """What prompts carry in addition to their tokens: nothing, each of these keys alone, and all of them."""
+    """Return what prompts carry in addition to their tokens: nothing, one of these keys, or all of them."""
     alone = [PromptKeys(**{key: value}) for key in keys for value in _KEYS[key]]
     both = [PromptKeys(**{key: _KEYS[key][at] for key in keys}) for at in range(2)] if len(keys) > 1 else []
     return [None, *alone, *both]
@@ -45,32 +45,33 @@ def traffic(
     near_hashes: bool = True,
     keys: Sequence[str] = (),
 ) -> SearchStrategy[Program]:
-    """Any mix of requests: prefill, decode, finish, preempt, resume and clear, on some workers, sharing prefixes.
+    """Return a strategy for any mix of requests that share prefixes on some workers: prefill, decode, finish, preempt,
+    resume and clear.
 
-    A prompt may be served whole once more, which makes copies in an engine that keeps them (vLLM). Bursts of prompts
-    come without a flush in between, so that a queue which holds fewer events overflows.
+    The blocks of a prompt may be served again, which makes copies in an engine that keeps them (vLLM). Bursts of
+    prompts come without a flush in between, so that a queue of smaller capacity overflows.
 
-    It shrinks to few steps, short prompts and small numbers, and is printed as the Python that makes it. `play` plays
-    it on a `RouterHarness`.
+    A program shrinks to few steps, short prompts and small numbers, and is printed as the Python code that makes it.
+    `play` plays it on a `RouterHarness`.
 
     Args:
         workers: number of workers.
-        ranks: on how many data-parallel ranks of each; more than one for an index that tells ranks apart.
-        most_steps: the most steps.
+        ranks: data-parallel ranks of each worker; more than one only for an index that tells ranks apart.
+        most_steps: the largest number of steps.
         most_blocks: whole blocks of the longest prompt.
-        numbers: how many different blocks there are; the fewer, the more is shared.
+        numbers: number of different blocks; the fewer, the more is shared.
         most_tokens: tokens of the longest tail, and of the longest decode.
         most_in_a_burst: prompts of the longest `Burst`, with up to two events each; 0 for no bursts.
-        tiers: whether time passes too, for workers with host memory below the device: with a `Tick` now and then, and
-            prefills that do not wait for what is under way.
-        near_hashes: whether one more worker sometimes has hashes that agree in a part (`ServeNear`).
-        keys: what prompts may carry in addition to their tokens, alone and together: "lora_name", "cache_salt",
-            "multimodal" (an image over the first token); of those that the engine has (`BackendSpec.prompt_keys`), as
-            it refuses the others.
+        tiers: whether time passes, for workers with host memory below the device: adds a `Tick` now and then, and
+            prefills that do not wait for copies under way.
+        near_hashes: whether an extra worker sometimes has hashes that agree in part with others (`ServeNear`).
+        keys: what prompts may carry in addition to their tokens, singly and all together: "lora_name", "cache_salt",
+            "multimodal" (an image over the first token). The engine must have them (`BackendSpec.prompt_keys`): it
+            refuses the others.
 
     Raises:
-        ValueError: a count below 1, or below 0 if none is allowed; `tiers` or `near_hashes` is not a truth value; or
-            `keys` has another name.
+        ValueError: a count is below its least value (0 or 1); `tiers` or `near_hashes` is not a boolean; or `keys` has
+            an unknown name.
     """
     for name, value, least in (
         ("workers", workers, 1),
@@ -87,7 +88,7 @@ def traffic(
             raise ValueError(f"traffic: {name} must be True or False, got {flag!r:.80}")  # noqa: TRY004 - one error
     if not isinstance(keys, tuple | list) or not all(isinstance(key, str) and key in _KEYS for key in keys):
         raise ValueError(f"traffic: keys must be a tuple or list of {', '.join(map(repr, _KEYS))}, got {keys!r:.80}")
-    # At most five choices a step, with the one to go on: Hypothesis deletes runs of up to five when it shrinks.
+    # At most five choices per step, including the one to go on: Hypothesis deletes runs of up to five when it shrinks.
     number, which = st.integers(0, numbers - 1), st.integers(0, 7)
     worker = st.integers(0, workers - 1) if workers > 1 else st.just(0)
     rank = st.integers(0, ranks - 1) if ranks > 1 else st.just(0)
@@ -115,7 +116,7 @@ def traffic(
             Draft, st.just("prefill"), worker=worker, rank=rank, blocks=blocks, tokens=tail, wait=st.just(False)
         )
         drafts += [impatient, st.builds(Draft, st.just("tick"), worker=worker, rank=rank, tokens=tail)]
-    # By itself Hypothesis draws short lists, hardly ever enough to fill a cache and to evict from it.
+    # By default Hypothesis draws short lists, which hardly ever fill a cache and evict from it.
     draft, least = st.one_of(drafts), max(1, most_steps // 2)
     lists = st.lists(draft, min_size=1, max_size=most_steps) | st.lists(draft, min_size=least, max_size=most_steps)
     return _programs(lists, most_steps)
@@ -123,5 +124,5 @@ def traffic(
 
 @st.composite
 def _programs(draw: DrawFn, drafts: SearchStrategy[list[Draft]], most_steps: int) -> Program:
-    # A composite, not a map: Hypothesis prints a mapped value by its function, and a composite by its own repr.
+    # A composite, not a map: Hypothesis prints a mapped value by its function, but a composite value by its repr.
     return resolve(draw(drafts), most_steps)

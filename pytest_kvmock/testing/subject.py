@@ -1,4 +1,4 @@
-"""The subject of a contract: checks that it is of the right kind, and a world made of it."""
+"""The subject of a contract: checks of its kind, and the harness made of it."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 UNJUDGED: Final = "kvmock.unjudged"
-"""The property of a test's report that has what a contract cannot judge of its class. The plugin prints it at the end
+"""The property of a test's report that lists what a contract cannot judge of its class. The plugin prints it at the end
 of the run."""
 
 STORES: Final = "stores that workers share (stores)"
-"""What is not judged of a subject without stores."""
+"""The item that is not judged of a subject without stores."""
 
 
 class SaysUnjudged:
-    """Base of the contracts that report, at the end of a run, what none of their tests could judge of a class."""
+    """Base of the contracts that report, at the end of a run, which points no test could judge of a class."""
 
     _properties: list[tuple[str, object]] | None = None
 
@@ -41,30 +41,30 @@ class SaysUnjudged:
         self._properties, self._class_id = request.node.user_properties, request.node.nodeid.rpartition("::")[0]
 
     def _note_unjudged(self, text: str, about: str = "") -> None:
-        """Add a text to the summary of the run, one a class and subject; "" adds nothing."""
+        """Add a text to the summary of the run, one per class and subject; "" adds nothing."""
         if text and self._properties is not None:
             self._properties.append((UNJUDGED, f"{self._class_id}{about and f', {about}'}: {text}"))
 
 
 def unjudged_text(lets: Mapping[str, bool], rare: Collection[str] = (STORES,)) -> str:
-    """Return a line of what was not judged, each with what would allow it; "" if all was judged.
+    """Return a line that lists what was not judged, each with the setting that would allow it; "" if all was judged.
 
     Args:
-        lets: whether each of these is judged.
-        rare: those that make no line by themselves, as most subjects have nothing to do with them.
+        lets: for each point, whether it is judged.
+        rare: points that make no line by themselves, as they concern few subjects.
     """
     parts = [what for what, is_judged in lets.items() if not is_judged]
     return f"not judged: {', '.join(parts)}" if set(parts) - {*rare} else ""
 
 
 def refuse(contract: object, why: str) -> NoReturn:
-    """Fail the test in one line: the contract is applied to an object of another kind."""
+    """Fail the test with one line: the contract is applied to an object of another kind."""
     __tracebackhide__ = True
     pytest.fail(f"{type(contract).__name__}: {why}", pytrace=False)
 
 
 def refuse_to_wait(contract: object, what: str, awaitable: Awaitable[Any]) -> NoReturn:
-    """Fail the test of an async index or router whose contract does not say how to wait for it."""
+    """Fail the test of an async index or router whose contract does not define how to wait for it."""
     __tracebackhide__ = True
     close = getattr(awaitable, "close", None)
     if close is not None:  # otherwise Python warns that it was never awaited
@@ -76,17 +76,17 @@ def refuse_to_wait(contract: object, what: str, awaitable: Awaitable[Any]) -> No
 
 
 _OF_DRAFTS: Final = 4
-"""Further blocks that a request holds with a draft model: slots for the drafts of a step or two."""
+"""Extra blocks that a request holds with a draft model: slots for the drafts of a step or two."""
 
 
 def room_for(blocks: int, traits: Traits, block_size: int) -> int:
-    """Blocks of a pool in which a prompt of `blocks` blocks just fits: one each. The caches of a hybrid model share it:
-    one in each.
+    """Return the size of a pool, in blocks, that a prompt of `blocks` blocks just fills. The cache groups of a hybrid
+    model share the pool: each needs its own blocks.
 
     Args:
-        blocks: of the prompt.
-        traits: of the engine, at this block size.
-        block_size: tokens a block.
+        blocks: number of blocks of the prompt.
+        traits: traits of the engine at this block size.
+        block_size: tokens per block.
     """
     if traits.looks_ahead or traits.drops_last:
         blocks += _OF_DRAFTS
@@ -113,12 +113,12 @@ def check_offers(contract: object, subject: object, protocol: type, made_by: str
 
 
 def check_backends(contract: object, backends: object, block_size: int) -> list[BackendSpec]:
-    """The backends that a contract runs over; fail the test if one is not there, or refuses its block size.
+    """Return the backends that a contract runs over; fail the test if one is unknown or refuses the block size.
 
     Args:
         contract: the contract of the test.
-        backends: by name or as `BackendSpec`s; None for those of the default matrix.
-        block_size: tokens a block, as its attribute of this name has them.
+        backends: names or `BackendSpec`s; None: those of the default matrix.
+        block_size: tokens per block, the contract's attribute of this name.
     """
     __tracebackhide__ = True
     if not is_integer(block_size, 1):
@@ -153,7 +153,7 @@ def check_backends(contract: object, backends: object, block_size: int) -> list[
 
 
 LEAST_BLOCK: Final = 4
-"""Tokens a block in a contract, if its backends allow them: with fewer, an index that confuses tokens passes."""
+"""Tokens per block in a contract, if its backends allow it: with fewer, an index that confuses tokens passes."""
 
 _MOST_TRIED: Final = 1024
 
@@ -163,7 +163,7 @@ def _default_matrix() -> list[BackendSpec]:
 
 
 def _refusal(make: Callable[..., KvManager], block_size: int) -> str | None:
-    """Why a backend refuses blocks of `block_size` tokens; None if it does not."""
+    """Return why a backend refuses blocks of `block_size` tokens; None if it accepts them."""
     try:
         make(num_blocks=8, block_size=block_size, dp_rank=0, sink=None)
     except ValueError as error:
@@ -172,14 +172,14 @@ def _refusal(make: Callable[..., KvManager], block_size: int) -> str | None:
 
 
 def least_block_size(backends: Sequence[str | BackendSpec] | None) -> int | None:
-    """The least tokens a block, from `LEAST_BLOCK` on, that all of these backends allow; None if there is none up to
-    1,024.
+    """Return the smallest block size, from `LEAST_BLOCK` to 1,024 tokens, that all of these backends allow; None if
+    there is none.
 
     Args:
-        backends: by name or as `BackendSpec`s; None for those of the default matrix.
+        backends: by name or as `BackendSpec`s; None: those of the default matrix.
 
     Raises:
-        ValueError: there is no backend of a name.
+        ValueError: no backend has one of the names.
     """
     specs = _default_matrix() if backends is None else [backend_spec(each) for each in backends]
     return _least_allowed(tuple(spec.make for spec in specs))
@@ -192,10 +192,12 @@ def _least_allowed(makes: tuple[Callable[..., KvManager], ...]) -> int | None:
 
 
 class _LeastOfBackends:
-    """The `block_size` of a contract that does not set one: the least that all of its `backends` allow."""
+    """The `block_size` of a contract that sets none: the smallest that all of its `backends` allow."""
 
     def __get__(self, contract: object, owner: type) -> int:
-        """Return it; if there is none, or `backends` are wrong, the size with which the contract refuses them."""
+        """Return this size; if there is none, or `backends` is invalid, `LEAST_BLOCK`, with which the contract refuses
+        them.
+        """
         backends = getattr(owner if contract is None else contract, "backends", None)
         try:
             return least_block_size(backends) or LEAST_BLOCK
@@ -204,11 +206,11 @@ class _LeastOfBackends:
 
 
 LEAST_OF_BACKENDS: Final = cast("int", _LeastOfBackends())
-"""The default of the attribute: a class, and each object of it, has an integer."""
+"""The default of the attribute: both a class and its objects have an integer."""
 
 
 def call_with(contract: object, make: Callable[..., T], made_by: str, argument: object) -> T:
-    """Call a `make_...` of a contract, with the argument if it takes one."""
+    """Call a `make_...` method of a contract, with the argument if it takes one."""
     __tracebackhide__ = True
     if not callable(make):
         refuse(contract, f"{made_by} must be a method, got {make!r:.80}")
@@ -219,12 +221,12 @@ def call_with(contract: object, make: Callable[..., T], made_by: str, argument: 
 
 
 def takes_argument(make: Callable[..., Any]) -> bool:
-    """Whether `call_with` calls a `make_...` of a contract with the argument."""
+    """Whether `call_with` passes the argument to a `make_...` method of a contract."""
     return _needed(make) > 0
 
 
 def _needed(make: Callable[..., Any]) -> int:
-    """How many arguments a call needs."""
+    """Return the number of arguments that a call needs."""
     placed = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(each.default is each.empty and each.kind in placed for each in _parameters(make))
 
@@ -237,14 +239,14 @@ def _parameters(make: Callable[..., Any]) -> list[inspect.Parameter]:
 
 
 class OverBackend:
-    """Base of the contracts of managers and workers: the backend that they are about.
+    """Base of the contracts of managers and workers: the backend under contract.
 
     A subclass sets `backend`, or defines `make_manager`.
 
     Attributes:
         backend: name of a backend, or a `BackendSpec`.
-        block_size: tokens a block in the contract's worlds.
-        prefix_closed: for a `make_manager`: as in `BackendSpec`; of a `backend` it is that of its spec.
+        block_size: tokens per block in the contract's harnesses.
+        prefix_closed: as in `BackendSpec`, for `make_manager`; a `backend` has its own.
         residency: the same.
     """
 
@@ -254,12 +256,12 @@ class OverBackend:
     residency: ClassVar[Literal["unique", "counted"]] = "unique"
 
     def make_manager(self, num_blocks: int, block_size: int, sink: Sink | None) -> KvManager:  # noqa: ARG002 - for those who define it
-        """Make a block manager that has no backend yet. A subclass defines it.
+        """Make a block manager that has no backend yet. A subclass defines this.
 
         Args:
             num_blocks: capacity in blocks.
-            block_size: tokens a block.
-            sink: gets its events; None for no sink.
+            block_size: tokens per block.
+            sink: receives its events; None for no sink.
         """
         __tracebackhide__ = True
         refuse(
@@ -267,7 +269,7 @@ class OverBackend:
         )
 
     def spec(self) -> BackendSpec:
-        """The backend under contract; its managers are checked when they are made."""
+        """Return the backend under contract; its managers are checked when they are made."""
         __tracebackhide__ = True
         size = self.block_size
         if not is_integer(size, 1):
@@ -329,11 +331,11 @@ class OverBackend:
         refuse(self, f"{made_by} refuses 8 blocks of {self.block_size} tokens: {wrong}")
 
     def make_harness(self, num_blocks: int = 8, *, workers: int = 1, **fields: Any) -> RouterHarness:
-        """A `RouterHarness` whose workers have this backend.
+        """Return a `RouterHarness` whose workers have this backend.
 
         Args:
             num_blocks: capacity of each worker in blocks.
-            workers: how many there are.
+            workers: number of workers.
             fields: further fields of its `EngineProfile`.
         """
         __tracebackhide__ = True

@@ -1,9 +1,9 @@
-// A router in Go, of the standard library alone: it hears no events, and keeps a tree of what it has sent.
+// A router in Go with only the standard library: it receives no events, and keeps a tree of sent prompts.
 //
 //	go run . PORT BLOCK_SIZE http://127.0.0.1:8000 http://127.0.0.1:8001
 //
-// A completion goes to the worker to which most of its prompt was sent, of equal ones to that with the fewest open requests, of these in
-// turn. One token is one byte.
+// A completion goes to the worker that got most of its prompt before; among equals, to the one with the fewest open requests,
+// then in turn. One token is one byte.
 package main
 
 import (
@@ -24,13 +24,13 @@ import (
 	"time"
 )
 
-// mostStop is how long a request may go on after the process was asked to end.
+// mostStop is how long a request may continue after SIGTERM.
 const mostStop = 5 * time.Second
 
-// hopByHop are the headers that are not passed on (RFC 9110, section 7.6.1).
+// hopByHop are the headers that are not forwarded (RFC 9110, section 7.6.1).
 var hopByHop = []string{"Connection", "Content-Length", "Keep-Alive", "Te", "Trailer", "Transfer-Encoding", "Upgrade"}
 
-// node is one block in the tree of what was sent: to whom, and what followed it. It only grows; one for production has a bound.
+// node is one block in the tree of sent prompts: its workers, and the blocks after it. The tree only grows; in production it needs a bound.
 type node struct {
 	sentTo   map[*worker]bool
 	children map[string]*node
@@ -53,14 +53,14 @@ type router struct {
 	client    *http.Client
 }
 
-// asked is what a router reads of a request.
+// asked has the fields of a request that the router reads.
 type asked struct {
 	Model  string          `json:"model"`
 	Prompt json.RawMessage `json:"prompt"`
 	Salt   string          `json:"cache_salt"`
 }
 
-// blocks returns the whole blocks of a prompt that is a text, and what they are told apart by beside.
+// blocks returns the name of an empty prompt with the request's model and salt, and the whole blocks of a text prompt.
 func (r *router) blocks(body []byte) (string, []string) {
 	var request asked
 	var prompt string
@@ -92,7 +92,7 @@ func (r *router) overlap(root string, blocks []string) map[*worker]int {
 	return found
 }
 
-// pick returns the worker for a prompt, but for those that were tried, and counts the request as open there; nil: there is none.
+// pick returns the worker for a prompt, without those already tried, and counts the request as open there; nil if there is none.
 func (r *router) pick(root string, blocks []string, tried map[*worker]bool) *worker {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
@@ -121,7 +121,7 @@ func better(one, other *worker, overlap map[*worker]int) bool {
 	return one.picked < other.picked
 }
 
-// done ends a request at a worker; what it has served is known to be there from now on.
+// done ends a request at a worker; if it was served, the worker holds its blocks from now on.
 func (r *router) done(to *worker, root string, blocks []string, served bool) {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
@@ -142,7 +142,7 @@ func (r *router) done(to *worker, root string, blocks []string, served bool) {
 	}
 }
 
-// complete sends a request to a worker; to another one where it cannot be reached, as long as nothing was answered.
+// complete sends a request to a worker; if it cannot be reached, and has answered nothing, to another one.
 func (r *router) complete(out http.ResponseWriter, in *http.Request) {
 	body, err := io.ReadAll(in.Body)
 	if err != nil {
@@ -168,7 +168,7 @@ func (r *router) complete(out http.ResponseWriter, in *http.Request) {
 	http.Error(out, `{"error": {"message": "no worker can be reached", "code": 503}}`, http.StatusServiceUnavailable)
 }
 
-// send asks a worker, and returns its answer, of which the head is there; it is called off with the client.
+// send sends a request to a worker, and returns its answer once the head is there; it ends with the client's request.
 func (r *router) send(in *http.Request, to *worker, body []byte) (*http.Response, error) {
 	request, err := http.NewRequestWithContext(in.Context(), in.Method, to.url+in.URL.RequestURI(), bytes.NewReader(body))
 	if err != nil {
@@ -181,7 +181,7 @@ func (r *router) send(in *http.Request, to *worker, body []byte) (*http.Response
 	return r.client.Do(request)
 }
 
-// passOn writes an answer as it is, part by part. One that is cut is cut for the client, too.
+// passOn forwards an answer unchanged, part by part. If the answer is cut, it cuts the client's connection, too.
 func passOn(out http.ResponseWriter, answer *http.Response) {
 	for name, values := range answer.Header {
 		out.Header()[name] = values
@@ -206,7 +206,7 @@ func passOn(out http.ResponseWriter, answer *http.Response) {
 	}
 }
 
-// health answers 200 while a worker does, else 503.
+// health answers 200 while any worker does, otherwise 503.
 func (r *router) health(out http.ResponseWriter, in *http.Request) {
 	r.mutex.Lock()
 	workers := slices.Clone(r.workers)
@@ -226,7 +226,7 @@ func (r *router) health(out http.ResponseWriter, in *http.Request) {
 	out.WriteHeader(http.StatusServiceUnavailable)
 }
 
-// open answers how many requests are open.
+// open answers the number of open requests.
 func (r *router) open(out http.ResponseWriter, _ *http.Request) {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
@@ -237,7 +237,7 @@ func (r *router) open(out http.ResponseWriter, _ *http.Request) {
 	fmt.Fprintln(out, count)
 }
 
-// use takes a list of workers in place of those of before; who stays is known still.
+// use replaces the list of workers; workers that stay keep their state.
 func (r *router) use(urls []string) {
 	r.mutex.Lock()
 	defer r.mutex.Unlock()
@@ -273,7 +273,7 @@ func main() {
 	if err != nil || blockSize < 1 {
 		log.Fatalf("BLOCK_SIZE must be an integer of at least 1, got %q", os.Args[2])
 	}
-	// Each request has a connection of its own: one that was kept may have been cut, and then it is not known what was done.
+	// Each request has a new connection: a kept one may have been cut, and the result of a request on it is then unknown.
 	client := &http.Client{Transport: &http.Transport{DisableKeepAlives: true, DisableCompression: true}}
 	router := &router{blockSize: blockSize, roots: map[string]*node{}, client: client}
 	router.use(os.Args[3:])
@@ -293,5 +293,5 @@ func main() {
 	<-asked.Done()
 	limit, cancel := context.WithTimeout(context.Background(), mostStop)
 	defer cancel()
-	server.Shutdown(limit) // what is open goes on for a while
+	server.Shutdown(limit) // open requests continue for a while
 }

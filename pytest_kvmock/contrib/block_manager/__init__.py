@@ -1,4 +1,4 @@
-"""The multi-tier block manager of dynamo-llm 0.2.1: pools a tier, block states, handles that own blocks."""
+"""The multi-tier block manager of dynamo-llm 0.2.1: a pool for each tier, block states, handles that own blocks."""
 
 import importlib
 from typing import TYPE_CHECKING, Any
@@ -134,7 +134,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: the plugin is loaded with every run of pytest, and needs none of it."""
+    """Load a name on first use: the plugin is loaded in every run of pytest, and needs none of them."""
     home = _HOME.get(name)
     if home is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

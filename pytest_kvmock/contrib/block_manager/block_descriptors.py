@@ -1,8 +1,7 @@
-"""Descriptor lists: which blocks of a worker another one may read, or write (dynamo-llm 0.2.1).
+"""Descriptor lists: the blocks of a worker that another worker may read or write (dynamo-llm 0.2.1).
 
-The owner of blocks describes them, and sends the list; its receiver asks its own manager for remote blocks of it. A
-list holds no block: nothing keeps the owner from giving them back. What it has of each is a generation, by which that
-shows.
+The owner describes its blocks and sends the list; the receiver asks its own manager for the remote blocks of the list.
+A list holds no block: the owner may release them at any time. A generation for each block shows whether it did.
 """
 
 from __future__ import annotations
@@ -21,30 +20,31 @@ _FIELDS: Final = ("worker_id", "block_set_idx", "mutability", "block_indices", "
 
 
 class BlockMutability(StrEnum):
-    """What others may do with the blocks of a descriptor list."""
+    """The access that others have to the blocks of a descriptor list."""
 
     IMMUTABLE = "immutable"
-    """Read them."""
+    """Read only."""
     MUTABLE = "mutable"
-    """Read and write them."""
+    """Read and write."""
 
 
 @dataclass(frozen=True, slots=True)
 class BlockDescriptorList:
     """Blocks of one set of one worker, described for others.
 
-    Made of handles, by `as_block_descriptor_set()` of the lists that pools return, or the class methods here.
+    Made from handles: by `as_block_descriptor_set()` of the lists that pools return, or by the class methods here.
 
     Attributes:
-        worker_id: whose they are.
+        worker_id: the worker that owns them.
         block_set_idx: number of their set in the worker's block sets.
         mutability: whether they may be written.
         block_indices: numbers of the blocks in the set, in the order of the list.
-        generations: the generation of each when it was described. An addition, see `StaleBlockDescriptor`.
+        generations: the generation of each block when it was described. An addition to the original, see
+            `StaleBlockDescriptor`.
 
     Raises:
         BlockDescriptorSetError: there is no block.
-        ValueError: a number is invalid, or there is no generation for each index.
+        ValueError: a number is invalid, or the numbers of indices and generations differ.
     """
 
     worker_id: int
@@ -77,7 +77,7 @@ class BlockDescriptorList:
             )
 
     def __len__(self) -> int:
-        """How many blocks are described."""
+        """Return the number of described blocks."""
         return len(self.block_indices)
 
     @classmethod
@@ -137,11 +137,11 @@ class BlockDescriptorList:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the list that these bytes are.
+        """Read a list from bytes.
 
         Raises:
-            NixlSerializationError: they are of something else, or truncated.
-            TypeError: these are not bytes.
+            NixlSerializationError: the bytes are of another kind, or truncated.
+            TypeError: `data` is not bytes.
         """
         fields = from_json("descriptor list", data, _FIELDS)
         try:
@@ -159,11 +159,11 @@ class BlockDescriptorList:
 
 
 def as_block_descriptor_set(blocks: Iterable[BlockHandle]) -> BlockDescriptorList:
-    """Describe blocks: immutable ones to be read, mutable ones to be read and written.
+    """Describe blocks: immutable blocks for reading, mutable blocks for reading and writing.
 
     Raises:
         BlockDescriptorSetError: there are none, they are of several sets, or a handle holds no block.
-        TypeError: they are not all mutable blocks, nor all immutable ones.
+        TypeError: they are neither all mutable blocks nor all immutable ones.
     """
     listed = list(check_iterable("as_block_descriptor_set", blocks, "blocks"))
     if listed and all(isinstance(each, ImmutableBlock) for each in listed):

@@ -1,6 +1,6 @@
-"""Errors of the block manager, one family; a name that dynamo-llm 0.2.1 has is the same here.
+"""Errors of the block manager, one family; errors of dynamo-llm 0.2.1 have the same names here.
 
-A refused call changes nothing: blocks keep their state and their owner, pools their counts.
+A refused call changes nothing: blocks keep their state and their owner, and pools their counts.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from pytest_kvmock.values.checks import KvMockError
 
 
 class BlockManagerError(KvMockError):
-    """The base of all errors of the block manager that are not about a value of the wrong type or out of range."""
+    """The base of all errors of the block manager, except those about a value of the wrong type or out of range."""
 
 
 class LayoutError(BlockManagerError, ValueError):
-    """Storage that is given does not fit the layout."""
+    """The given storage does not fit the layout."""
 
 
 class BlockStateInvalid(BlockManagerError):  # noqa: N818 - the original's name
@@ -21,14 +21,14 @@ class BlockStateInvalid(BlockManagerError):  # noqa: N818 - the original's name
 
 
 class TokenBlockError(BlockManagerError):
-    """A partial block that is full, empty, not full yet, or has fewer tokens than are to be taken back."""
+    """A partial block is full, empty, not full yet, or has fewer tokens than a pop requests."""
 
 
 class PayloadTooLarge(BlockManagerError, ValueError):  # noqa: N818 - named for what it is, as its neighbours are
     """A payload has more bytes than a block.
 
     Attributes:
-        size: bytes that were given.
+        size: bytes of the payload.
         block_bytes: bytes of a block.
     """
 
@@ -39,7 +39,7 @@ class PayloadTooLarge(BlockManagerError, ValueError):  # noqa: N818 - named for 
 
 
 class BlockClosed(BlockManagerError):  # noqa: N818 - named for what it is, as its neighbours are
-    """A handle was used, or closed, that holds no block any more."""
+    """A handle that no longer holds a block was used or closed."""
 
 
 class BlockPoolError(BlockManagerError):
@@ -51,7 +51,7 @@ class NotEnoughBlocksAvailable(BlockPoolError):  # noqa: N818 - the original's n
 
     Attributes:
         requested: blocks that were requested.
-        available: blocks that the pool could have given: reset ones, and registered ones that are not held.
+        available: blocks that the pool can give: reset ones, and registered ones without an owner.
     """
 
     def __init__(self, requested: int, available: int, note: str = "") -> None:
@@ -61,12 +61,12 @@ class NotEnoughBlocksAvailable(BlockPoolError):  # noqa: N818 - the original's n
 
 
 class BlockNotComplete(BlockPoolError):  # noqa: N818 - the original's name
-    """A block is to be registered that is not Complete."""
+    """A block that is to be registered is not Complete."""
 
 
 class InvalidMutableBlock(BlockPoolError):  # noqa: N818 - the original's name
-    """A block is given to a pool that it does not belong to, or is given twice."""
+    """A block is given to a pool that does not own it, or is given twice."""
 
 
 class ProgressEngineShutdown(BlockPoolError):  # noqa: N818 - the original's name
-    """The manager was closed, or its cancellation token cancelled; its pools answer no more."""
+    """The manager was closed, or its cancellation token cancelled; its pools accept no more requests."""

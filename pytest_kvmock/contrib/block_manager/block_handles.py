@@ -1,12 +1,12 @@
-"""Handles, which own blocks: the steps of a block's states, its metadata and payload, and giving it back.
+"""Handles, which own blocks: the transitions of a block's state, its metadata and payload, and its return.
 
-One subject: what may be done with one block. A `MutableBlock` is its only owner and fills it; `ImmutableBlock`s share a
-registered one. A handle gives its block back when it is closed, at the end of its `with`, or when Python drops it, as
-the original's do.
+This module has the operations on one block. A `MutableBlock` is the only owner of its block and fills it;
+`ImmutableBlock`s share a registered block. A handle returns its block when it is closed, at the end of its `with`, or
+when Python drops it, as in the original.
 
-Giving back takes effect at the pool's `flush()`. In the original a dropped block travels through a channel to the
-pool's own thread, so that a pool asked at once may or may not have it yet; here it never has, and `flush()` is the
-moment at which it does. A test that passes here does not depend on a race there.
+A return takes effect at the pool's `flush()`. In the original a dropped block goes through a channel to the pool's
+thread, so that the pool may or may not have it at the next request. Here the pool has it only after `flush()`: a test
+that passes here does not depend on that race.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ _REGISTERED: Final = BlockState.REGISTERED
 
 
 class BasicMetadata:
-    """Metadata of a block, read and set through its handle; inactive blocks are evicted in their order.
+    """Metadata of a block, read and set through its handle; it orders the eviction of inactive blocks.
 
-    The order is (priority, returned tick, acquired tick, sequence hash), the lowest first. Ticks count what a pool
-    does, acquiring and returning alike, so no two blocks of a pool have the same one.
+    The order is (priority, returned tick, acquired tick, sequence hash), the lowest first. Ticks count both allocations
+    and returns of a pool, so no two blocks of a pool have the same tick.
     """
 
     __slots__ = ("_handle",)
@@ -54,7 +54,7 @@ class BasicMetadata:
 
     @property
     def priority(self) -> int:
-        """How much the block is worth keeping, u32; 0 once it was reset by its pool. It may be set.
+        """The priority to keep the block, u32; 0 after its pool has reset it. Can be set.
 
         The original lets only the owner of a mutable block set it.
         """
@@ -73,14 +73,14 @@ class BasicMetadata:
 
     @property
     def acquired_tick(self) -> int:
-        """The pool's tick when the block was last allocated; matching it does not count."""
+        """The pool's tick when the block was last allocated; a match does not count."""
         return self._handle.held.acquired_tick
 
 
 class BlockHandle:
-    """What mutable and immutable handles have in common: reading, and giving back.
+    """The common part of mutable and immutable handles: reading, and return.
 
-    Every use but `is_open` and the end of a `with` raises BlockClosed once the handle holds no block.
+    Once the handle holds no block, every use except `is_open` and the end of a `with` raises BlockClosed.
     """
 
     __slots__ = ("_block",)
@@ -95,10 +95,10 @@ class BlockHandle:
         return f"<{type(self).__name__}: {'closed' if block is None else f'{block.place}, {block.state}'}>"
 
     def __bool__(self) -> bool:
-        return True  # not its length
+        return True  # without this, a handle with no tokens would be false
 
     def __reduce__(self) -> NoReturn:
-        # A copy would be an owner that is not counted.
+        # A copy would be an uncounted owner.
         raise TypeError(
             f"a {type(self).__name__} owns its block and cannot be copied or pickled; an ImmutableBlock has clone()"
         )
@@ -119,7 +119,7 @@ class BlockHandle:
             self.close()
 
     def close(self) -> None:
-        """Give the block back; the pool has it again at its next `flush()`."""
+        """Return the block; the pool has it again after its next `flush()`."""
         raise NotImplementedError  # pragma: no cover
 
     @property
@@ -146,7 +146,7 @@ class BlockHandle:
 
     @property
     def worker_id(self) -> int:
-        """The worker that has the block."""
+        """The worker that owns the block."""
         return self.held.set.worker_id
 
     @property
@@ -166,22 +166,22 @@ class BlockHandle:
 
     @property
     def page_size(self) -> int:
-        """Tokens that the block has room for."""
+        """Capacity of the block in tokens."""
         return self.held.set.page_size
 
     @property
     def inner_dim(self) -> int:
-        """Numbers a token and layer."""
+        """Numbers per token and layer."""
         return self.held.set.model.inner_dim
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that the block has room for."""
+        """Capacity of the block in bytes."""
         return self.held.set.block_bytes
 
     @property
     def state(self) -> BlockState:
-        """The block's contents."""
+        """The state of the block's contents."""
         return self.held.state
 
     @property
@@ -206,12 +206,12 @@ class BlockHandle:
 
     @property
     def tokens(self) -> tuple[int, ...] | None:
-        """Tokens of a Partial or Complete block; None for one that is Reset, or Registered, which keeps none."""
+        """Tokens of a Partial or Complete block; None if it is Reset, or Registered, which keeps no tokens."""
         content = self.held.content
         return None if content is None else tuple(content.tokens)
 
     def __len__(self) -> int:
-        """How many tokens are in the block."""
+        """Return the number of tokens in the block."""
         block = self.held
         if block.state is _REGISTERED:
             return block.set.page_size
@@ -220,13 +220,13 @@ class BlockHandle:
 
     @property
     def remaining(self) -> int:
-        """How many tokens can be added: 0 unless the block is Partial."""
+        """Number of tokens that can be added: 0 unless the block is Partial."""
         block = self.held
         return block.set.page_size - len(self) if block.state is _PARTIAL else 0
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no token in the block."""
+        """Whether the block has no token."""
         return len(self) == 0
 
     @property
@@ -241,7 +241,7 @@ class MutableBlock(BlockHandle):
     __slots__ = ()
 
     def close(self) -> None:
-        """Give the block back, with what it holds lost; the pool has it again at its next `flush()`.
+        """Return the block, whose contents are lost; the pool has it again after its next `flush()`.
 
         Raises:
             BlockClosed: the handle holds no block any more.
@@ -254,9 +254,9 @@ class MutableBlock(BlockHandle):
 
     @property
     def payload(self) -> bytes:
-        """The bytes of the block, at most `block_bytes`; empty until they are written. They may be set.
+        """The bytes of the block, at most `block_bytes`; empty until they are written. Can be set.
 
-        Setting raises TypeError for what is not bytes, and PayloadTooLarge for more than `block_bytes`.
+        Setting raises TypeError for a value that is not bytes, and PayloadTooLarge for more than `block_bytes`.
         """
         return self.held.payload
 
@@ -265,11 +265,11 @@ class MutableBlock(BlockHandle):
         write_payload(self.held, value)
 
     def initialize_sequence(self, salt_hash: int = SEED) -> None:
-        """Start a sequence: a Reset block becomes Partial. Its block is a root; the blocks after it need
+        """Start a sequence: a Reset block becomes Partial. It is a root; later blocks of the sequence need
         `apply_token_block`.
 
         Args:
-            salt_hash: u64 that the hashes depend on; the default is that of routers.
+            salt_hash: u64 that the hashes depend on; the default is the routers' salt.
 
         Raises:
             BlockStateInvalid: the block is not Reset.
@@ -282,7 +282,7 @@ class MutableBlock(BlockHandle):
         block.state = _PARTIAL
 
     init_sequence = initialize_sequence
-    """Another name of `initialize_sequence`: the original has both, one at the block and one at its state."""
+    """Another name of `initialize_sequence`: the original has both, one on the block and one on its state."""
 
     def add_token(self, token: int) -> None:
         """Add a token to a Partial block.
@@ -290,7 +290,7 @@ class MutableBlock(BlockHandle):
         Raises:
             BlockStateInvalid: the block is not Partial.
             TokenBlockError: it is full.
-            TypeError, ValueError: that is not a token id.
+            TypeError, ValueError: `token` is not a token id.
         """
         partial = self._partial("add_token")
         if len(partial.tokens) >= self.page_size:
@@ -311,7 +311,7 @@ class MutableBlock(BlockHandle):
         return checked[room:]
 
     def pop_token(self) -> None:
-        """Remove and return the last token of a Partial block.
+        """Remove the last token of a Partial block.
 
         Raises:
             BlockStateInvalid: the block is not Partial.
@@ -323,11 +323,11 @@ class MutableBlock(BlockHandle):
         partial.tokens.pop()
 
     def pop_tokens(self, count: int) -> None:
-        """Remove and return the last `count` tokens of a Partial block.
+        """Remove the last `count` tokens of a Partial block.
 
         Raises:
             BlockStateInvalid: the block is not Partial.
-            TokenBlockError: it has fewer.
+            TokenBlockError: it has fewer tokens.
             ValueError: the count is not an integer of at least 0.
         """
         partial = self._partial("pop_tokens")
@@ -341,7 +341,7 @@ class MutableBlock(BlockHandle):
         del partial.tokens[len(partial.tokens) - count :]
 
     def commit(self) -> None:
-        """Make a full Partial block Complete, which gives it its hashes.
+        """Make a full Partial block Complete, and compute its hashes.
 
         Raises:
             BlockStateInvalid: the block is not Partial.
@@ -360,8 +360,8 @@ class MutableBlock(BlockHandle):
         """Fill a Reset block with a token block: it becomes Complete.
 
         Raises:
-            BlockStateInvalid: the block is not Reset, or has room for another number of tokens.
-            TypeError: that is not a TokenBlock.
+            BlockStateInvalid: the block is not Reset, or has another capacity.
+            TypeError: `token_block` is not a TokenBlock.
         """
         block = self._block
         if block is None:
@@ -379,7 +379,7 @@ class MutableBlock(BlockHandle):
         block.state = _COMPLETE
 
     def reset(self) -> None:
-        """Forget the block's contents and priority; the handle still owns it."""
+        """Drop the block's contents and priority; the handle still owns the block."""
         self.held.reset()
 
     def _partial(self, step: str) -> PartialTokens:
@@ -390,7 +390,7 @@ class MutableBlock(BlockHandle):
 
 
 class ImmutableBlock(BlockHandle):
-    """One of the owners of a registered block; made by `register_blocks` and `match_sequence_hashes`."""
+    """One of the owners of a registered block, made by `register_blocks` and `match_sequence_hashes`."""
 
     __slots__ = ()
 
@@ -400,7 +400,7 @@ class ImmutableBlock(BlockHandle):
         return self.held.payload
 
     def close(self) -> None:
-        """Give up this share; the last one gives the block back, still registered.
+        """Release this share; the last one returns the block, still registered.
 
         Raises:
             BlockClosed: the handle holds no block any more.

@@ -1,4 +1,4 @@
-"""Lists of block handles, as pools return them: they close all at once, in order."""
+"""Lists of block handles, as pools return them; they close all handles in order."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ HandleT = TypeVar("HandleT", bound=BlockHandle)
 
 
 class _BlockList(list[HandleT], Generic[HandleT]):
-    """A list of handles that is a context manager: at the end those that are open are closed, the first first.
+    """A list of handles that is a context manager: it closes the open ones at the end, from first to last.
 
-    The order counts: blocks that are returned first are evicted first. A list that Python drops closes its last first.
+    The order matters: blocks that are returned first are evicted first. A list that Python drops closes its handles
+    from last to first.
 
-    A slice, a sum or a copy of it is a plain list of the same handles, which closes nothing at the end of a `with`:
-    there is one list to close them. `split_off` makes two of it.
+    A slice, sum or copy is a plain list of the same handles, and no context manager: only one list closes them.
+    `split_off` splits a list in two.
     """
 
     __slots__ = ()
@@ -34,10 +35,10 @@ class _BlockList(list[HandleT], Generic[HandleT]):
                 handle.close()
 
     def close(self) -> None:
-        """Close all handles, the first first.
+        """Close all handles, from first to last.
 
         Raises:
-            BlockClosed: one holds no block any more, or is there twice; then none was closed.
+            BlockClosed: a handle holds no block any more, or is in the list twice; no handle was closed.
         """
         for handle in self:
             if handle._block is None:
@@ -48,7 +49,7 @@ class _BlockList(list[HandleT], Generic[HandleT]):
             handle.close()
 
     def as_block_descriptor_set(self) -> BlockDescriptorList:
-        """Describe the blocks for other workers, to be read, or, where they are mutable, written.
+        """Describe the blocks for other workers, for reading, and, if they are mutable, for writing.
 
         Raises:
             BlockDescriptorSetError: there are none, they are of several sets, or a handle holds no block.
@@ -56,10 +57,10 @@ class _BlockList(list[HandleT], Generic[HandleT]):
         return as_block_descriptor_set(self)
 
     def split_off(self, at: int) -> Self:
-        """Take the handles from position `at` on out of this list, and return them as another.
+        """Remove the handles from position `at` on from this list, and return them as another list.
 
         Raises:
-            IndexError: the list has fewer.
+            IndexError: the list has fewer handles.
         """
         if not 0 <= at <= len(self):
             raise IndexError(f"split_off at {at} of a list of {len(self)} blocks; 0 to {len(self)} is allowed")

@@ -1,7 +1,7 @@
-"""Block sets: what a worker says of its pools, so that others can read and write blocks of it (dynamo-llm 0.2.1).
+"""Block sets: a worker's description of its pools, by which others can read and write its blocks (dynamo-llm 0.2.1).
 
-The set of a worker is a value. It is exchanged as it is, or as bytes, where the original has its serialized form only:
-what carries it, in Dynamo the discovery plane, is the user's.
+The set of a worker is a value. It is exchanged as an object or as bytes; the original has only the serialized form. The
+user carries it to other workers, as the discovery plane does in Dynamo.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LAYOUT_FIELDS: Final = ("block_set_idx", "mem_type", "device_id", *_NUMBERS, "d
 
 
 class MemType(StrEnum):
-    """Kind of memory, as NIXL has it, of those that 0.2.1 imports block sets in."""
+    """Kind of memory in NIXL's terms, limited to the kinds from which 0.2.1 imports block sets."""
 
     DRAM = "dram"
     """Host memory."""
@@ -33,17 +33,17 @@ class MemType(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class BlockSetLayout:
-    """How many blocks a pool has, in what memory, and what each holds.
+    """The size of a pool: its number of blocks, its memory, and the size of a block.
 
     Attributes:
         mem_type: kind of memory.
-        num_blocks: blocks, at least 1.
-        num_layers, page_size, inner_dim: those of the model, each at least 1.
+        num_blocks: number of blocks, at least 1.
+        num_layers, page_size, inner_dim: sizes of the model, each at least 1.
         dtype: type of the numbers.
         device_id: number of the GPU; 0 for the host.
 
     Raises:
-        ValueError: a number is invalid, or there is no such kind of memory or data type.
+        ValueError: a number is invalid, or the kind of memory or data type is unknown.
     """
 
     mem_type: MemType
@@ -72,11 +72,11 @@ class NixlBlockSet:
     """All pools of one worker, as `export_local_blockset` describes them and `import_remote_blockset` takes them.
 
     Attributes:
-        worker_id: whose they are, u64.
-        block_sets: the layouts by the number of the set: the host's first, then the device's, from 1.
+        worker_id: the worker that owns them, u64.
+        block_sets: the layouts by the number of the set, from 1: first the host's, then the device's.
         agent_id: name of the worker's NIXL agent, which is its worker id in decimal; empty for a manager without NIXL.
-        incarnation: how many managers of this worker id were in its fabric before it. An addition: by that a restart
-            shows.
+        incarnation: number of earlier managers with this worker id in its fabric. An addition to the original: it shows
+            a restart.
 
     Raises:
         ValueError: a number is invalid.
@@ -123,11 +123,11 @@ class NixlBlockSet:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """Return the set that these bytes are.
+        """Read a set from bytes.
 
         Raises:
-            NixlSerializationError: they are of something else, or truncated.
-            TypeError: these are not bytes.
+            NixlSerializationError: the bytes are of another kind, or truncated.
+            TypeError: `data` is not bytes.
         """
         fields = from_json("block set", data, _FIELDS)
         block_sets: dict[int, BlockSetLayout] = {}
@@ -140,7 +140,7 @@ class NixlBlockSet:
 
 
 def _layout_of(fields: JsonFields) -> BlockSetLayout:
-    """Return the layout that fields are."""
+    """Make a layout from its fields."""
     return BlockSetLayout(
         mem_type=fields.member("mem_type", MemType),
         **{name: fields.integer(name, 1) for name in _NUMBERS},

@@ -1,8 +1,8 @@
-"""The fabric: which managers reach each other, and what was transferred between them.
+"""The fabric: which managers reach each other, and the transfers between them.
 
 In Dynamo, NIXL agents reach each other over a network. Here the managers of one test are in one fabric, and tests cut
-links between them. Block sets do not travel over it; in Dynamo they are found by discovery, and here the test passes
-them on.
+links between them. The fabric does not carry block sets: Dynamo finds them by discovery, and here the test passes them
+on.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ class Transfer(NamedTuple):
     """A transfer between two workers."""
 
     kind: str
-    """"put", or "get"."""
+    """"put" or "get"."""
     worker_id: int
     """The worker that carried it out."""
     remote_worker_id: int
     """The worker whose blocks were written, or read."""
     blocks: int
     payload_bytes: int
-    """Bytes of the payloads; blocks that were not written have none."""
+    """Bytes of the payloads; a block that was never written has none."""
 
 
 class Fabric:
-    """Connects block managers. All of one fabric reach each other, but for links that are cut.
+    """A network of block managers. All managers of a fabric reach each other, except over cut links.
 
-    Managers join it where they are made, `KvBlockManager(config, fabric=fabric)`, and no two that are open have the
-    same worker id.
+    A manager joins when it is made, `KvBlockManager(config, fabric=fabric)`; no two open managers have the same worker
+    id.
 
     Attributes:
         transfers: the transfers between workers so far, in order.
@@ -67,7 +67,9 @@ class Fabric:
         return [worker_id for worker_id, agent in self._agents.items() if not agent.is_closed]
 
     def is_reachable(self, worker_id: int, remote_worker_id: int) -> bool:
-        """Return whether one worker reaches another: both are here, open, and the link between them is not cut."""
+        """Return whether one worker reaches another: both are in the fabric and open, and the link between them is not
+        cut.
+        """
         workers = self.workers
         return (
             worker_id in workers
@@ -79,10 +81,10 @@ class Fabric:
     def cut_link(self, worker_id: int, other_worker_id: int) -> CutLink:
         """Cut the link between two workers: transfers between them raise WorkerUnreachable, in both directions.
 
-        In a `with` it is restored at the end: `with fabric.cut_link(0, 1): ...`.
+        A `with` restores it at the end: `with fabric.cut_link(0, 1): ...`.
 
         Raises:
-            ValueError: a worker is not here, both are the same, or the link is cut already.
+            ValueError: a worker is not in the fabric, both are the same, or the link is already cut.
         """
         link = self._link("cut_link", worker_id, other_worker_id)
         if link in self._cut:
@@ -94,7 +96,7 @@ class Fabric:
         """Restore a link that was cut.
 
         Raises:
-            ValueError: a worker is not here, both are the same, or the link is not cut.
+            ValueError: a worker is not in the fabric, both are the same, or the link is not cut.
         """
         link = self._link("restore_link", worker_id, other_worker_id)
         if link not in self._cut:
@@ -102,9 +104,9 @@ class Fabric:
         self._cut.remove(link)
 
     def exchange_blocksets(self) -> None:
-        """Import the block set of each open manager into each other one that has not imported it.
+        """Import the block set of each open manager into each other manager that has not imported it.
 
-        Dynamo's workers do so when they see each other through discovery. Managers without NIXL have no part in it.
+        Dynamo's workers do so when discovery shows them each other. Managers without NIXL take no part.
         """
         agents = [agent for agent in self._agents.values() if agent.is_enabled and not agent.is_closed]
         for agent in agents:
@@ -113,10 +115,10 @@ class Fabric:
                     agent.import_remote_blockset(other.export_local_blockset())
 
     def check_free(self, worker_id: int) -> None:
-        """Return if a manager of this worker id may join.
+        """Check that a manager with this worker id may join.
 
         Raises:
-            ValueError: an open one has it.
+            ValueError: an open manager has the same id.
         """
         present = self._agents.get(worker_id)
         if present is not None and not present.is_closed:
@@ -125,10 +127,10 @@ class Fabric:
             )
 
     def join(self, agent: NixlAgent) -> int:
-        """Take in an agent, and return how many of its worker id were here before; managers call it.
+        """Add an agent, and return the number of earlier agents with its worker id; called by managers.
 
         Raises:
-            ValueError: an open one has the same worker id.
+            ValueError: an open manager has the same worker id.
         """
         self.check_free(agent.worker_id)
         self._agents.pop(agent.worker_id, None)
@@ -141,12 +143,12 @@ class Fabric:
         """Return the agent of another worker.
 
         Args:
-            worker_id: the worker that reaches for it.
-            remote_worker_id: the other.
-            incarnation: that of the other when its block set was exported.
+            worker_id: the worker that asks.
+            remote_worker_id: the other worker.
+            incarnation: incarnation of the other worker when its block set was exported.
 
         Raises:
-            WorkerUnreachable: it is not here, closed, another than it was, or the link is cut.
+            WorkerUnreachable: it is not in the fabric, closed, restarted, or the link is cut.
         """
         agent = self._agents.get(remote_worker_id)
         if agent is None:
@@ -174,7 +176,7 @@ class Fabric:
 
 
 class CutLink:
-    """A link that was cut; at the end of a `with` it is restored, unless it was already."""
+    """A cut link; the end of a `with` restores it, unless it was restored before."""
 
     __slots__ = ("_fabric", "_workers")
 
@@ -193,20 +195,20 @@ class CutLink:
 
 
 class NixlAgent:
-    """What a manager is to others: its block sets, those that it imported, and its place in a fabric.
+    """A manager as others see it: its block sets, its imported sets, and its place in a fabric.
 
     Args:
-        config: the manager's.
-        pools: its pools.
-        fabric: where it is; None: it exchanges block sets, and reaches no other manager.
+        config: the configuration of the manager.
+        pools: the pools of the manager.
+        fabric: its fabric; None: it exchanges block sets, but reaches no other manager.
         manager: see `LocalBlockSet`.
 
     Attributes:
         worker_id: the worker.
         manager: the same.
         pools: the pools, by the number of their block sets.
-        imported: the block sets that were imported, by worker id, without those in memory that is not read.
-        incarnation: how many managers of its worker id were in the fabric before it.
+        imported: the imported block sets, by worker id.
+        incarnation: number of earlier managers with its worker id in the fabric.
 
     Raises:
         ValueError: the fabric has an open manager of the same worker id.
@@ -242,10 +244,10 @@ class NixlAgent:
         return self._config.runtime.cancellation_token.is_cancelled()
 
     def check_open(self, step: str) -> None:
-        """Return if the manager is not closed.
+        """Check that the manager is not closed.
 
         Raises:
-            ProgressEngineShutdown: it is; the message names the step.
+            ProgressEngineShutdown: it is closed; the message names the step.
         """
         if self.is_closed:
             raise ProgressEngineShutdown(
@@ -275,14 +277,14 @@ class NixlAgent:
         )
 
     def import_remote_blockset(self, block_set: NixlBlockSet | bytes) -> None:
-        """Take in the block set of another worker; see `KvBlockManager.import_remote_blockset`."""
+        """Import the block set of another worker; see `KvBlockManager.import_remote_blockset`."""
         self.check_open("import_remote_blockset")
         if isinstance(block_set, bytes | bytearray | memoryview):
             block_set = NixlBlockSet.from_bytes(bytes(block_set))
         elif not isinstance(block_set, NixlBlockSet):
             raise TypeError(f"import_remote_blockset takes a NixlBlockSet, or its bytes, got {block_set!r:.80}")
         worker_id = block_set.worker_id
-        # The order of the refusals is the original's.
+        # These checks have the order of the original.
         if worker_id == self.worker_id:
             raise RemoteBlockSetError(f"Cannot import blockset from self: it is of worker {worker_id}, as the manager")
         if not self.is_enabled:
@@ -313,7 +315,7 @@ class NixlAgent:
         """Return the agent of a worker whose block set was imported.
 
         Raises:
-            WorkerUnreachable: this one is in no fabric, or the other is not reached.
+            WorkerUnreachable: this manager is in no fabric, or does not reach the other one.
             ProgressEngineShutdown: the manager is closed.
         """
         self.check_open("a transfer")
@@ -324,6 +326,6 @@ class NixlAgent:
         return self._fabric.reach(self.worker_id, remote_worker_id, self.imported[remote_worker_id].incarnation)
 
     def record(self, transfer: Transfer) -> None:
-        """Keep a transfer that this worker carried out."""
+        """Record a transfer that this worker carried out."""
         if self._fabric is not None:
             self._fabric.transfers.append(transfer)

@@ -1,7 +1,6 @@
-"""Block sets and descriptor lists as bytes, for tests that send them over a wire of their own: JSON, as in the
-original.
+"""Block sets and descriptor lists as bytes, for tests that send them over their own wire: JSON, as in the original.
 
-The fields are ours: another program cannot read them. Fields are checked as they are read, and refused with the reason.
+The fields are ours: other programs cannot read them. Each field is checked when it is read, and refused with a reason.
 """
 
 from __future__ import annotations
@@ -14,21 +13,21 @@ from pytest_kvmock.values.checks import MOST_U64, MemberT, check_member, integer
 
 
 def to_json(fields: dict[str, Any]) -> bytes:
-    """Return fields as JSON; the same fields make the same bytes."""
+    """Return fields as JSON; equal fields make equal bytes."""
     return json.dumps(fields, sort_keys=True, separators=(",", ":")).encode()
 
 
 def from_json(what: str, data: object, names: tuple[str, ...]) -> JsonFields:
-    """Return the fields that bytes have.
+    """Read fields from bytes.
 
     Args:
-        what: what messages call them.
+        what: the name of the value in messages.
         data: the bytes.
-        names: the fields that there must be, and no others.
+        names: the required fields; no others are allowed.
 
     Raises:
-        NixlSerializationError: they are not JSON, or have other fields.
-        TypeError: these are not bytes.
+        NixlSerializationError: the bytes are not JSON, or have other fields.
+        TypeError: `data` is not bytes.
     """
     if not isinstance(data, bytes | bytearray | memoryview):
         raise TypeError(f"a {what} is read from bytes, got {data!r:.80}")
@@ -40,12 +39,12 @@ def from_json(what: str, data: object, names: tuple[str, ...]) -> JsonFields:
 
 
 class JsonFields:
-    """The fields of one object, read with their types checked.
+    """The fields of one object; reading a field checks its type.
 
     Args:
-        fields: what JSON read.
-        names: the fields that there must be, and no others.
-        where: what messages call the object.
+        fields: the value that JSON returned.
+        names: the required fields; no others are allowed.
+        where: the name of the object in messages.
 
     Raises:
         NixlSerializationError: it is not an object, or has other fields.

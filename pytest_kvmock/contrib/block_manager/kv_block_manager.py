@@ -1,8 +1,8 @@
-"""The block manager of one worker: a pool for each tier it has, offload between them, and remote blocks (dynamo-llm
+"""The block manager of one worker: a pool for each of its tiers, offload between them, and remote blocks (dynamo-llm
 0.2.1).
 
-Closing it stops its pools. The original's manager is closed when it is dropped; here `close()`, the end of a `with`, or
-its cancellation token does that, so that the moment is known.
+Closing it stops its pools. The original closes when it is dropped; here `close()`, the end of a `with`, or its
+cancellation token does so, at a definite moment.
 """
 
 from __future__ import annotations
@@ -34,9 +34,10 @@ class KvBlockManager:
     """Pools of KV cache blocks on device and host.
 
     Args:
-        config: its name, what a block holds, and how many there are.
-        sink: where events are published. 0.2.1 publishes nothing by itself, and neither does a manager without a sink.
-        fabric: where it reaches other managers; None: it exchanges block sets, and transfers to others are refused.
+        config: its worker id, the size of a block, and the number of blocks.
+        sink: receives its events. Without a sink a manager publishes nothing, like 0.2.1.
+        fabric: the fabric in which it reaches other managers; None: it exchanges block sets, but transfers to others
+            are refused.
 
     Raises:
         TypeError: the configuration, the sink or the fabric is invalid.
@@ -57,7 +58,7 @@ class KvBlockManager:
         self._cancellation_token = config.runtime.cancellation_token
         self._publisher = EventPublisher(sink, 0)
         pools: dict[StorageType, TierPool] = {}
-        # The host's set is numbered first, as the original builds it first.
+        # The host's set has the first number, as the original builds it first.
         for kind, name, layout in (
             (StorageType.PINNED, "host", config.host_layout),
             (StorageType.DEVICE, "device", config.device_layout),
@@ -65,7 +66,7 @@ class KvBlockManager:
             if layout is not None:
                 block_set = LocalBlockSet(
                     worker_id=config.runtime.worker_id,
-                    manager=self._publisher,  # not the manager, as that would make a reference cycle
+                    manager=self._publisher,  # not the manager, which would make a reference cycle
                     block_set_idx=len(pools) + 1,
                     tier=TIER_OF[kind],
                     name=name,
@@ -92,7 +93,7 @@ class KvBlockManager:
         self.close()
 
     def worker_id(self) -> int:
-        """Return the number of the worker."""
+        """Return the worker id."""
         return self.config.runtime.worker_id
 
     def device(self) -> TierPool | None:
@@ -114,14 +115,15 @@ class KvBlockManager:
         return self._cancellation_token.is_cancelled()
 
     def close(self) -> None:
-        """Cancel the token of the configuration, which stops the pools, and those of managers that share the token.
+        """Cancel the token of the configuration. This stops the pools, also those of other managers that share the
+        token.
 
-        Closing a manager that is closed changes nothing. Handles may still be closed, to no effect.
+        Closing a closed manager changes nothing. Handles may still be closed, without effect.
         """
         self._cancellation_token.cancel()
 
     def flush(self) -> Flushed:
-        """Take back the returned blocks of all pools, then copy the blocks queued for offload.
+        """Take back the returned blocks of all pools, then copy the blocks that are queued for offload.
 
         Raises:
             ProgressEngineShutdown: the manager is closed.
@@ -135,42 +137,42 @@ class KvBlockManager:
         return Flushed(returned, *copied)
 
     def offload(self, block: ImmutableBlock, priority: int = 0) -> None:
-        """Queue a registered block of the device to be copied to the host at the next `flush()`.
+        """Queue a registered block of the device for a copy to the host at the next `flush()`.
 
-        An addition: 0.2.1 has no offload. The block is not held by that; if it is evicted before, it is not copied.
+        An addition: 0.2.1 has no offload. The queue does not hold the block; if it is evicted before, it is not copied.
 
         Args:
             block: an immutable block of the device pool.
-            priority: the highest is copied first, then the first that was queued; at least 0.
+            priority: the highest is copied first, in case of a tie the first queued; at least 0.
 
         Raises:
             BlockPoolError: there is no device or no host pool, or the block is of another pool.
             BlockClosed: the handle holds no block any more.
             ProgressEngineShutdown: the manager is closed.
-            TypeError: that is not an immutable block.
+            TypeError: `block` is not an immutable block.
             ValueError: the priority is not an integer of at least 0.
         """
         self._offload.queue(block, priority)
 
     def onboard(self, blocks: Iterable[ImmutableBlock]) -> ImmutableBlocks:
-        """Copy registered blocks of the host to the device, and return handles of them there.
+        """Copy registered blocks of the host to the device, and return handles of the device blocks.
 
-        An addition, as `offload` is. As many device blocks are allocated as are given, all or none; a block that the
-        device has already is given as it is, and its new copy back.
+        An addition, like `offload`. One device block is allocated for each given block, all or none. If the device
+        already has a block, the result has the existing one, and the new copy is returned to the pool.
 
         Raises:
             NotEnoughBlocksAvailable: the device has fewer blocks available.
             BlockPoolError: there is no device or no host pool, or a block is of another pool.
             BlockClosed: a handle holds no block any more.
             ProgressEngineShutdown: the manager is closed.
-            TypeError: one is not an immutable block.
+            TypeError: a block is not immutable.
         """
         return self._offload.onboard(blocks)
 
     def export_local_blockset(self) -> NixlBlockSet:
-        """Describe all pools for other workers; the host's set is the first, the device's the next.
+        """Describe all pools for other workers, first the host's set, then the device's.
 
-        The original returns it serialized; here `to_bytes()` of it does that.
+        The original returns it serialized; here its `to_bytes()` does that.
 
         Raises:
             ProgressEngineShutdown: the manager is closed.
@@ -180,35 +182,33 @@ class KvBlockManager:
     def import_remote_blockset(self, block_set: NixlBlockSet | bytes) -> None:
         """Import the block set of another worker, or its bytes.
 
-        Pools that are neither in host nor in GPU memory are skipped, with a warning in the log.
-
         Raises:
             RemoteBlockSetError: the set is of this worker, was imported before, has metadata of another agent or none,
                 or this manager has no NIXL.
-            NixlSerializationError: these are not bytes of a block set.
+            NixlSerializationError: the bytes are not those of a block set.
             ProgressEngineShutdown: the manager is closed.
-            TypeError: that is not a block set.
+            TypeError: the argument is not a block set.
         """
         self._agent.import_remote_blockset(block_set)
 
     def get_remote_blocks_immutable(self, descriptors: BlockDescriptorList) -> list[ImmutableRemoteBlock]:
-        """Return blocks of another worker to be read; its list may be of mutable blocks.
+        """Return blocks of another worker for reading; the list may describe mutable blocks.
 
         Raises:
-            RemoteBlockSetError: no such block set was imported, or it has no such block.
+            RemoteBlockSetError: the block set was not imported, or has no such block.
             ProgressEngineShutdown: the manager is closed.
-            TypeError: that is not a descriptor list.
+            TypeError: the argument is not a descriptor list.
         """
         return get_remote_blocks(self._agent, descriptors, ImmutableRemoteBlock)
 
     def get_remote_blocks_mutable(self, descriptors: BlockDescriptorList) -> list[MutableRemoteBlock]:
-        """Return blocks of another worker to be read and written.
+        """Return blocks of another worker for reading and writing.
 
         Raises:
-            RemoteBlockSetError: the list is of immutable blocks, no such block set was imported, or it has no such
+            RemoteBlockSetError: the list describes immutable blocks, or the block set was not imported or has no such
                 block.
             ProgressEngineShutdown: the manager is closed.
-            TypeError: that is not a descriptor list.
+            TypeError: the argument is not a descriptor list.
         """
         return get_remote_blocks(self._agent, descriptors, MutableRemoteBlock)
 
@@ -217,10 +217,11 @@ class KvBlockManager:
 
 
 def check_not_cancelled(config: KvBlockManagerConfig) -> None:
-    """Return if a manager of this configuration would be open.
+    """Check that a manager of this configuration would be open.
 
     Raises:
-        ValueError: its cancellation token is cancelled, perhaps as an earlier manager of the configuration was closed.
+        ValueError: its cancellation token is cancelled, perhaps because an earlier manager of the configuration was
+            closed.
     """
     if config.runtime.cancellation_token.is_cancelled():
         raise ValueError(

@@ -1,6 +1,6 @@
-"""Blocks of a pool: the four states, what a block holds, and how it is given back.
+"""Blocks of a pool: the four states, the contents of a block, and its return.
 
-A block lives in its pool forever. Its owner has a handle (`block_handles`).
+A block always belongs to its pool. Its owner has a handle (`block_handles`).
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ if TYPE_CHECKING:
 
 
 class BlockState(StrEnum):
-    """The contents of a block.
+    """The state of a block's contents.
 
-    Reset -> Partial -> Complete -> Registered; a token block makes a Complete of a Reset at once.
+    Reset -> Partial -> Complete -> Registered; a token block makes a Reset block Complete at once.
     """
 
     RESET = "Reset"
-    """Nothing."""
+    """No contents."""
     PARTIAL = "Partial"
     """Tokens of a sequence root, not committed."""
     COMPLETE = "Complete"
@@ -34,20 +34,20 @@ class BlockState(StrEnum):
 
 
 class LocalBlockSet:
-    """What the blocks of one pool have in common: where they belong, how large they are, and the way back.
+    """The common data of the blocks of one pool: their owner, their size, and the queue for their return.
 
     Attributes:
-        worker_id: the worker whose they are.
-        manager: an object that is the same for the pools of one manager, and for no others.
+        worker_id: the worker that owns them.
+        manager: an object that identifies the manager of the pool.
         block_set_idx: number of the set in the worker's block sets: host first, then device, from 1.
-        tier: the tier that events name.
-        name: what messages call the pool: "device" or "host".
-        num_blocks: how many blocks there are.
-        model: what a block holds.
-        page_size: tokens of a block.
-        block_bytes: bytes of a block.
-        cancellation_token: when it is cancelled the pool is stopped.
-        returned: blocks that were given back and wait for the pool, the first first.
+        tier: the tier in events.
+        name: the name of the pool in messages: "device" or "host".
+        num_blocks: number of blocks.
+        model: the sizes of a block.
+        page_size: tokens per block.
+        block_bytes: bytes per block.
+        cancellation_token: stops the pool when it is cancelled.
+        returned: returned blocks that wait for the pool, in order.
     """
 
     __slots__ = (
@@ -90,7 +90,7 @@ class LocalBlockSet:
 
 
 class RingLink:
-    """A place in a ring of blocks; by itself, the head of an empty ring."""
+    """A link in a ring of blocks; by itself, the head of an empty ring."""
 
     __slots__ = ("next", "prev")
 
@@ -102,7 +102,7 @@ class RingLink:
 
 
 class PartialTokens:
-    """Tokens of a root that is being filled, and the salt of its hashes."""
+    """Tokens of a root block that is being filled, and the salt of its hashes."""
 
     __slots__ = ("salt_hash", "tokens")
 
@@ -112,19 +112,19 @@ class PartialTokens:
 
 
 class Block(RingLink):
-    """One block of a pool, for the pool itself and for what copies payloads; users have handles.
+    """One block of a pool, for internal use by pools and transfers; users have handles.
 
     Attributes:
-        set: what it has in common with the other blocks of its pool.
+        set: the common data of the pool's blocks.
         index: its number in the set, from 0.
-        state: what it holds.
+        state: the state of its contents.
         content: the tokens of a Partial or Complete block.
         sequence_hash, block_hash, parent_sequence_hash: the hashes of a Registered block.
-        payload: its bytes; empty until somebody writes them, and once it is reset by its pool.
-        refs: handles that own it; 0: it waits to be returned, or is in the pool.
-        generation: how often it was given up with what it held. A descriptor of an earlier generation is stale.
+        payload: its bytes; empty until they are written, and after its pool has reset it.
+        refs: number of handles that own it; 0: it waits for its return, or is in the pool.
+        generation: how often its contents were dropped. A descriptor of an earlier generation is stale.
         priority, returned_tick, acquired_tick: its metadata.
-        next, prev: its place among the inactive blocks of its priority; `next` is None while it has none.
+        next, prev: its links among the inactive blocks of its priority; `next` is None if it is not inactive.
     """
 
     __slots__ = (
@@ -163,11 +163,11 @@ class Block(RingLink):
 
     @property
     def place(self) -> str:
-        """What messages call it: "block 3 of the host pool of worker 7"."""
+        """Its name in messages: "block 3 of the host pool of worker 7"."""
         return f"block {self.index} of the {self.set.name} pool of worker {self.set.worker_id}"
 
     def reset(self) -> None:
-        """Forget tokens, hashes, payload and priority."""
+        """Drop tokens, hashes, payload and priority."""
         self.state = BlockState.RESET
         self.content = None
         self.payload = b""
@@ -175,7 +175,7 @@ class Block(RingLink):
 
 
 def give_back(block: Block) -> None:
-    """Give back a block that is not registered: what it holds is stale from now on."""
+    """Return a block that is not registered: its descriptors are stale from now on."""
     block.refs = 0
     block.generation += 1
     block.set.returned.append(block)
@@ -185,8 +185,8 @@ def write_payload(block: Block, value: bytes) -> None:
     """Write the bytes of a block.
 
     Raises:
-        TypeError: these are not bytes.
-        PayloadTooLarge: these are more than the block has room for.
+        TypeError: `value` is not bytes.
+        PayloadTooLarge: it is larger than the block.
     """
     if not isinstance(value, bytes | bytearray | memoryview):
         raise TypeError(f"a payload is bytes, got {value!r:.80}")
@@ -197,5 +197,5 @@ def write_payload(block: Block, value: bytes) -> None:
 
 
 def illegal_step(block: Block, step: str, why: str) -> BlockStateInvalid:
-    """Return the error of a step that the state of a block does not allow."""
+    """Return the error for a step that the state of a block does not allow."""
     return BlockStateInvalid(f"{why}: {step} on {block.place}, which is {block.state}")

@@ -1,7 +1,7 @@
-"""Configuration of a block manager: runtime, model, and a layout for each pool; checked where it is made.
+"""Configuration of a block manager: runtime, model, and a layout for each pool; checked on creation.
 
-Where dynamo-llm 0.2.1 has a builder, here is a frozen dataclass with the same name and the same fields. Its refusals
-are the builder's and the validators', with the field and its range.
+Each builder of dynamo-llm 0.2.1 is a frozen dataclass here, with the same name and fields. It refuses the same values
+as the builder and its validators, and names the field and its range.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from pytest_kvmock.values.checks import check_integer, check_member, check_u64
 
 
 class CancellationToken:
-    """A switch that is off until it is cancelled, and then stays so; several managers may share it.
+    """A flag that stays set once it is cancelled; several managers may share it.
 
-    The names come from tokio. A copy of it in Rust is the same switch; here the same object is.
+    The names come from tokio. In Rust copies share the flag; here the object itself is shared.
 
     Args:
         parent: a token with which this one is cancelled too.
@@ -50,7 +50,7 @@ class CancellationToken:
     def is_cancelled(self) -> bool:
         """Return whether this token or one above it was cancelled.
 
-        A token that finds its parent cancelled stays cancelled by itself: the next call looks no further.
+        A token that finds its parent cancelled becomes cancelled itself, so that later calls do not check the parent.
         """
         if self._is_cancelled:
             return True
@@ -62,15 +62,15 @@ class CancellationToken:
         return False
 
     def child_token(self) -> CancellationToken:
-        """Return a token that is cancelled with this one, and can be cancelled without it.
+        """Return a token that is cancelled with this one, and can be cancelled separately.
 
-        For a test that stops one of several managers with the others, or by itself.
+        For a test that stops one of several managers, with the others or alone.
         """
         return CancellationToken(self)
 
 
 class NixlOptions(StrEnum):
-    """Whether blocks can be read and written by other workers."""
+    """Whether other workers can read and write blocks."""
 
     ENABLED = "enabled"
     DISABLED = "disabled"
@@ -81,13 +81,13 @@ class KvManagerRuntimeConfig:
     """The worker id of a manager, and the token that stops it.
 
     Attributes:
-        worker_id: number of the worker, u64; no two managers that exchange blocks have the same.
-        cancellation_token: cancelling it stops the manager's pools; closing the manager cancels it, for all that share
-            it.
+        worker_id: id of the worker, u64; managers that exchange blocks have different ones.
+        cancellation_token: cancelling it stops the manager's pools; closing the manager cancels it, for all managers
+            that share it.
         nixl: whether block sets can be imported, and remote blocks read and written.
 
     Raises:
-        ValueError: the worker id is not a u64, or `nixl` no option.
+        ValueError: the worker id is not a u64, or `nixl` is not an option.
         TypeError: the token is invalid.
     """
 
@@ -107,12 +107,12 @@ class KvManagerModelConfig:
 
     Attributes:
         num_layers: layers of the model, at least 1.
-        page_size: tokens a block, at least 1.
-        inner_dim: numbers a token and layer, at least 1.
+        page_size: tokens per block, at least 1.
+        inner_dim: numbers per token and layer, at least 1.
         dtype: type of the numbers.
 
     Raises:
-        ValueError: a number is invalid, or `dtype` no data type.
+        ValueError: a number is invalid, or `dtype` is not a data type.
     """
 
     num_layers: int
@@ -134,17 +134,17 @@ class KvManagerModelConfig:
 
 @dataclass(frozen=True, slots=True)
 class KvManagerLayoutConfig:
-    """How many blocks a pool has, and in what memory.
+    """The number of blocks of a pool, and its memory.
 
     Attributes:
-        num_blocks: blocks, at least 1.
-        layout_type: how they lie in the memory.
-        storage: the memory itself, one region; exactly one of this and `allocator` is given.
-        allocator: what the memory is taken from.
+        num_blocks: number of blocks, at least 1.
+        layout_type: arrangement of the blocks in memory.
+        storage: the memory itself, one region; give exactly one of this and `allocator`.
+        allocator: the allocator of the memory.
 
     Raises:
-        ValueError: the number is below 1, both or neither of storage and allocator are given, or one is not what it
-            must be.
+        ValueError: the number is below 1, both or neither of storage and allocator are given, or one has the wrong
+            type.
     """
 
     num_blocks: int
@@ -172,7 +172,7 @@ class KvManagerLayoutConfig:
 
     @property
     def storage_types(self) -> set[StorageType]:
-        """Kinds of the memory that is given, or that the allocator makes."""
+        """Kinds of the given memory, or of the memory that the allocator makes."""
         if self.allocator is not None:
             return {self.allocator.storage_type}
         return {each.storage_type for each in self.storage or ()}
@@ -183,15 +183,15 @@ class KvBlockManagerConfig:
     """The whole configuration of a block manager.
 
     Attributes:
-        runtime: the manager's name and settings.
-        model: what a block holds.
-        device_layout: blocks in GPU memory; None if there is no such pool.
-        host_layout: blocks in page-locked host memory; None if there is no such pool.
+        runtime: the manager's worker id and settings.
+        model: the sizes of a block.
+        device_layout: blocks in GPU memory; None: no device pool.
+        host_layout: blocks in page-locked host memory; None: no host pool.
 
     Raises:
         TypeError: a part is of another class.
-        ValueError: a layout's memory is of the other kind.
-        LayoutError: the storage of a layout is not one region, or has fewer bytes than its blocks.
+        ValueError: a layout's memory has the wrong kind.
+        LayoutError: the storage of a layout is not one region, or is smaller than its blocks.
     """
 
     runtime: KvManagerRuntimeConfig

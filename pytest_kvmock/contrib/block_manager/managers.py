@@ -1,6 +1,6 @@
-"""The block managers of one test: what `kv_block_manager`, `make_kv_block_manager` and `kv_fabric` hand out.
+"""The block managers of one test: the values of `kv_block_manager`, `make_kv_block_manager` and `kv_fabric`.
 
-It is loaded with the first test that uses one of them.
+This module is loaded with the first test that uses one of them.
 """
 
 from __future__ import annotations
@@ -29,22 +29,22 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.sinks import GivenSink
 
 FIRST_WORKER_ID: Final = 1337
-"""Worker id of the first manager of a test, where events are not judged; the original's tests begin there, too."""
+"""Worker id of the first manager of a test whose events are not checked; the original's tests begin there, too."""
 
 Blocks: TypeAlias = int | Literal["profile"] | None
-"""How many blocks a pool has: a number, as many as the test's profile says, or None, for no such pool."""
+"""Number of blocks of a pool: an integer, "profile" for the number in the test's profile, or None for no such pool."""
 
 
 class BlockManagers:
-    """Makes block managers in the fabric of a test, and closes them when it ends.
+    """Makes block managers in the fabric of a test, and closes them when the test ends.
 
     Args:
-        profile: that of the test: block size, and blocks of the device.
-        harness: returns the harness of the test, which judges what managers publish.
-        is_judged: whether the test has the harness, and managers are judged unless it says otherwise.
+        profile: the test's profile, with block size and blocks of the device.
+        harness: returns the harness of the test, which checks the managers' events.
+        is_judged: whether the test has the harness; managers are then checked by default.
 
     Attributes:
-        fabric: where all managers of the test are.
+        fabric: the fabric of all managers of the test.
     """
 
     def __init__(self, profile: EngineProfile, harness: Callable[[], RouterHarness], *, is_judged: bool) -> None:
@@ -72,29 +72,28 @@ class BlockManagers:
     ) -> KvBlockManager:
         """Make a manager in the fabric of the test.
 
-        Arguments left out come from the test's profile, or from the original's tests. With `config`, it is all of it,
-        and only `sink` may be given with it.
+        Omitted arguments come from the test's profile, or from the original's tests. `config` replaces all arguments
+        except `sink`.
 
         Args:
-            worker_id: number of the worker, also of its events; None: the next from 1337 on, or, where events are
-                judged, from 65536 on. That of a manager that was closed is taken for its restart: the router removes it
-                first.
-            device_blocks: blocks of the device; those of the profile by default; None if there is no such pool.
-            host_blocks: blocks of the host; twice as many as the profile says by default.
-            page_size: tokens a block; None: the block size of the profile.
+            worker_id: id of the worker, also in its events; None: the next from 1337 on, or from 65536 on if events are
+                checked. The id of a closed manager means its restart: the router removes the former one first.
+            device_blocks: blocks of the device; by default those of the profile; None: no device pool.
+            host_blocks: blocks of the host; by default twice those of the profile.
+            page_size: tokens per block; None: the block size of the profile.
             num_layers: layers of the model.
-            inner_dim: numbers a token and layer.
+            inner_dim: numbers per token and layer.
             dtype: type of the numbers.
             nixl: whether it exchanges blocks with others.
-            cancellation_token: what stops it; None: one of its own.
-            config: what is not of the profile at all.
-            sink: where it publishes. True: to a sink of its own that is judged, as `kv_sink` is; False: nowhere; None:
-                True where the test uses what is judged, `kv_harness`, `kv_sink`, `kv_events` and the like, else False.
+            cancellation_token: stops it; None: a new token.
+            config: a complete configuration, instead of the profile.
+            sink: receives its events. True: a new checked sink, like `kv_sink`; False: no sink; None: True if the test
+                uses `kv_harness`, `kv_sink`, `kv_events` or another fixture of the harness, otherwise False.
 
         Raises:
-            ValueError: a value is out of range, or given with `config`; the worker id is that of another manager, or,
-                where events are judged, of an engine or a sink; or the page size is not the block size by which they
-                are judged.
+            ValueError: a value is out of range, or given with `config`; the worker id belongs to another manager or, if
+                events are checked, to an engine or a sink; or the page size differs from the block size with which
+                events are checked.
             TypeError: the configuration or the sink is invalid.
         """
         named = locals()
@@ -104,7 +103,7 @@ class BlockManagers:
                     num_layers=num_layers,
                     page_size=self._profile.block_size if page_size is None else page_size,
                     inner_dim=inner_dim,
-                    dtype=dtype,  # type: ignore[arg-type]  # names are read, too
+                    dtype=dtype,  # type: ignore[arg-type]  # names are accepted, too
                 ),
                 KvManagerRuntimeConfig(
                     worker_id=self._next_worker_id() if worker_id is None else worker_id,
@@ -144,7 +143,7 @@ class BlockManagers:
         )
 
     def _make_judged(self, config: KvBlockManagerConfig, *, keeps_id: bool) -> KvBlockManager:
-        """Make a manager whose events are judged, as those of a worker of its own."""
+        """Make a manager whose events are checked as those of a separate worker."""
         harness = self._harness()
         if config.model.page_size != harness.profile.block_size:
             raise ValueError(
@@ -159,7 +158,7 @@ class BlockManagers:
             self._make_way(harness, config.runtime.worker_id)
         device, host = config.device_layout, config.host_layout
         judged = harness.make_sink(
-            chained=True,  # otherwise blocks of another salt, which no router finds, would pass
+            chained=True,  # without this, blocks of another salt, which no router finds, would pass
             num_blocks=None if device is None else device.num_blocks,
             tier_blocks={} if host is None else {StorageTier.HOST_PINNED: host.num_blocks},
             prefix_closed=False,  # 0.2.1 evicts parents before their children
@@ -174,7 +173,7 @@ class BlockManagers:
         return manager
 
     def _make_way(self, harness: RouterHarness, worker_id: int) -> None:
-        """Have the router remove the former manager of a worker id, if there was one that is closed."""
+        """Let the router remove the closed former manager of a worker id, if there was one."""
         self.fabric.check_free(worker_id)  # before a worker is added to the router
         former = self._sinks.get(worker_id)
         if former is not None and not former.is_removed:
@@ -195,4 +194,4 @@ _DEFAULTS: Final = {
     for name, default in (BlockManagers.make.__kwdefaults__ or {}).items()
     if name not in ("config", "sink")
 }
-"""What is taken for each argument of `make` that a configuration has, where it is not given."""
+"""The defaults of the arguments of `make` that a configuration replaces."""

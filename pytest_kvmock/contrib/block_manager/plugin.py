@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def _kvmock_block_managers(request: pytest.FixtureRequest, kv_base_profile: EngineProfile) -> Iterator[BlockManagers]:
-    """Make the block managers of the test, in one fabric; what they publish is judged where the test has a harness."""
+    """Make the block managers of the test in one fabric; their events are checked if the test has a harness."""
     from pytest_kvmock.contrib.block_manager.managers import BlockManagers
     from pytest_kvmock.plugin.case import effective_profile
 
@@ -36,16 +36,16 @@ def _kvmock_block_managers(request: pytest.FixtureRequest, kv_base_profile: Engi
 
 @pytest.fixture
 def kv_block_manager(_kvmock_block_managers: BlockManagers) -> KvBlockManager:
-    """A `KvBlockManager`, dynamo-llm's, with pools on device and host; it is in `kv_fabric`, and is closed when the
-    test ends.
+    """dynamo-llm's `KvBlockManager` with pools on device and host; it is in `kv_fabric`, and closed when the test
+    ends.
     """
     return _kvmock_block_managers.make()
 
 
 @pytest.fixture
 def make_kv_block_manager(_kvmock_block_managers: BlockManagers) -> Callable[..., KvBlockManager]:
-    """Make more of them, `make_kv_block_manager(device_blocks=8, host_blocks=None, worker_id=7, sink=True)`, all in
-    `kv_fabric`.
+    """Make more block managers, `make_kv_block_manager(device_blocks=8, host_blocks=None, worker_id=7, sink=True)`, all
+    in `kv_fabric`.
     """
     from pytest_kvmock.plugin.misspelt import checked
 

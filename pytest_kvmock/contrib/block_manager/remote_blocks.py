@@ -1,7 +1,7 @@
-"""Remote blocks: blocks of another worker, to be read, or written, by transfers (dynamo-llm 0.2.1).
+"""Remote blocks: blocks of another worker that transfers read or write (dynamo-llm 0.2.1).
 
-A remote block is an address: set, number, and the generation of its descriptor. Whether it can be reached, and still is
-what was described, is found when a transfer is carried out.
+A remote block is an address: set, number, and the generation of its descriptor. A transfer checks whether the block can
+be reached, and is unchanged since it was described.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ class RemoteBlock:
     """A block of another worker.
 
     Attributes:
-        worker_id: whose it is.
+        worker_id: the worker that owns it.
         block_set_idx: number of its set in that worker's block sets.
         block_idx: its number in the set.
-        generation: that of its descriptor.
-        layout: what its set's blocks hold, and in what memory.
-        agent: the worker that asked for it, which carries out transfers with it.
+        generation: the generation of its descriptor.
+        layout: size and memory of its set's blocks.
+        agent: the worker that asked for it, and carries out transfers with it.
     """
 
     __slots__ = ("agent", "block_idx", "block_set_idx", "generation", "layout", "worker_id")
@@ -49,7 +49,7 @@ class RemoteBlock:
 
     @property
     def place(self) -> str:
-        """What messages call it: "block 3 of set 1 of worker 7"."""
+        """Its name in messages: "block 3 of set 1 of worker 7"."""
         return f"block {self.block_idx} of set {self.block_set_idx} of worker {self.worker_id}"
 
     @property
@@ -64,7 +64,7 @@ class RemoteBlock:
 
     @property
     def page_size(self) -> int:
-        """Tokens that the block has room for."""
+        """Capacity of the block in tokens."""
         return self.layout.page_size
 
     @property
@@ -74,15 +74,15 @@ class RemoteBlock:
 
     @property
     def block_bytes(self) -> int:
-        """Bytes that the block has room for."""
+        """Capacity of the block in bytes."""
         return self.layout.block_bytes
 
     def block_to_read(self) -> Block:
-        """Return the block itself, where it is; transfers call it.
+        """Return the block itself, for transfers.
 
         Raises:
-            WorkerUnreachable: its worker is not reached.
-            StaleBlockDescriptor: it was given back or evicted since it was described.
+            WorkerUnreachable: its worker cannot be reached.
+            StaleBlockDescriptor: it was returned or evicted since it was described.
             ProgressEngineShutdown: the manager that asked for it is closed.
         """
         pool = self.agent.reach(self.worker_id).pools.get(self.block_set_idx)
@@ -109,16 +109,16 @@ class ImmutableRemoteBlock(RemoteBlock):
 
 
 class MutableRemoteBlock(RemoteBlock):
-    """A block of another worker that may be read and written, for as long as its owner has it mutable."""
+    """A block of another worker that may be read and written, as long as its owner keeps it mutable."""
 
     __slots__ = ()
 
     def block_to_write(self) -> Block:
-        """Return the block itself, where it is; transfers call it.
+        """Return the block itself, for transfers.
 
         Raises:
-            WorkerUnreachable: its worker is not reached.
-            StaleBlockDescriptor: it was given back, evicted or registered since it was described.
+            WorkerUnreachable: its worker cannot be reached.
+            StaleBlockDescriptor: it was returned, evicted or registered since it was described.
             ProgressEngineShutdown: the manager that asked for it is closed.
         """
         block = self.block_to_read()

@@ -1,6 +1,6 @@
-"""Errors of block sets, remote blocks and transfers; a name that dynamo-llm 0.2.1 has is the same here.
+"""Errors of block sets, remote blocks and transfers; errors of dynamo-llm 0.2.1 have the same names here.
 
-A refused call changes nothing: no set is imported, no byte of any block is written.
+A refused call changes nothing: no set is imported, and no byte of any block is written.
 """
 
 from __future__ import annotations
@@ -9,18 +9,19 @@ from pytest_kvmock.contrib.block_manager.block_errors import BlockManagerError
 
 
 class NixlSerializationError(BlockManagerError, ValueError):
-    """Bytes are not a block set, or no descriptor list: foreign, or truncated."""
+    """Bytes are not a block set or descriptor list: they are of another kind, or truncated."""
 
 
 class RemoteBlockSetError(BlockManagerError):
-    """A block set cannot be imported, or none was imported that has the blocks that are asked for.
+    """A block set cannot be imported, or no imported set has the requested blocks.
 
-    Where the original panics, for a set of its own worker and for metadata of another, this is raised as well.
+    It is also raised where the original panics: for a set of the manager's own worker, and for metadata of another
+    worker.
     """
 
 
 class BlockDescriptorSetError(BlockManagerError, ValueError):
-    """Blocks cannot be described by one list: there are none, they are of several sets, or a handle holds no block."""
+    """One list cannot describe the blocks: there are none, they are of several sets, or a handle holds no block."""
 
 
 class TransferError(BlockManagerError):
@@ -28,11 +29,11 @@ class TransferError(BlockManagerError):
 
 
 class CountMismatch(TransferError):  # noqa: N818 - the original's name
-    """A transfer has more sources than destinations, or fewer.
+    """A transfer has different numbers of sources and destinations.
 
     Attributes:
-        sources: how many there are.
-        destinations: how many there are.
+        sources: number of sources.
+        destinations: number of destinations.
     """
 
     def __init__(self, sources: int, destinations: int) -> None:
@@ -42,20 +43,20 @@ class CountMismatch(TransferError):  # noqa: N818 - the original's name
 
 
 class IncompatibleTypes(TransferError, TypeError):  # noqa: N818 - the original's name
-    """Blocks that a transfer cannot take: remote ones where local ones are needed, or immutable ones as destinations.
+    """A transfer got blocks that it cannot take: remote instead of local ones, or immutable destinations.
 
-    In Rust that does not compile.
+    In Rust this does not compile.
     """
 
 
 class MismatchedWorkerID(TransferError):  # noqa: N818 - the original's name
-    """A local block of a transfer is of another worker than the one that carries it out."""
+    """A local block of a transfer belongs to another worker than the one that carries it out."""
 
 
 class StaleBlockDescriptor(TransferError):  # noqa: N818 - named for what it is, as its neighbours are
-    """A remote block is not what it was when it was described: it was given back, evicted or registered since.
+    """A remote block has changed since it was described: it was returned, evicted or registered.
 
-    An addition: the original reads and writes memory, whatever is in it by then.
+    An addition: the original reads and writes the memory, whatever it then contains.
 
     Attributes:
         worker_id: the worker that owns the block.
@@ -71,12 +72,12 @@ class StaleBlockDescriptor(TransferError):  # noqa: N818 - named for what it is,
 
 
 class WorkerUnreachable(TransferError):  # noqa: N818 - named for what it is, as its neighbours are
-    """Two workers are to exchange blocks that are not connected: a link is cut, one is closed, or in no fabric or
-    another.
+    """A transfer is between two workers that are not connected: the link is cut, a worker is closed, or they do not
+    share a fabric.
 
     Attributes:
         worker_id: the worker that carries the transfer out.
-        remote_worker_id: the worker that it does not reach.
+        remote_worker_id: the worker that cannot be reached.
     """
 
     def __init__(self, worker_id: int, remote_worker_id: int, why: str) -> None:

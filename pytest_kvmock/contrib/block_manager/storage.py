@@ -1,7 +1,7 @@
-"""The memory of a pool: data types, storages and allocators. No memory is taken; sizes are counted.
+"""The memory of a pool: data types, storages and allocators. No memory is allocated; only sizes are counted.
 
 Names come from dynamo-llm 0.2.1. Device and page-locked host memory are described, never allocated: blocks of a mock
-keep their payloads as bytes, and only where somebody writes them.
+keep their payloads as bytes, once they are written.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pytest_kvmock.values.events import StorageTier
 
 
 class CacheLevel(StrEnum):
-    """Where blocks of KV cache live."""
+    """The place of KV cache blocks."""
 
     G1 = "G1"
     """GPU memory."""
@@ -37,20 +37,20 @@ class DType(Enum):
 
     @property
     def size_in_bytes(self) -> int:
-        """Bytes of one number: its bits, which end its name, divided by 8."""
+        """Bytes of one number: the bits at the end of its name, divided by 8."""
         return int(self.value.lstrip("bfp")) // 8
 
 
 def block_bytes(num_layers: int, page_size: int, inner_dim: int, dtype: DType) -> int:
-    """Bytes of one block: layers x page size x inner dimension x bytes of a number."""
+    """Return the bytes of one block: layers x page size x inner dimension x bytes of a number."""
     return num_layers * page_size * inner_dim * dtype.size_in_bytes
 
 
 class LayoutType(StrEnum):
-    """How blocks lie in the memory."""
+    """The arrangement of blocks in memory."""
 
     FULLY_CONTIGUOUS = "fully_contiguous"
-    """All blocks, and their layers, one after the other in one region: the only one of 0.2.1."""
+    """All blocks, and their layers, one after the other in one region: the only layout of 0.2.1."""
 
 
 class StorageType(StrEnum):
@@ -136,7 +136,7 @@ Storage: TypeAlias = DeviceStorage | PinnedStorage
 """A region of memory."""
 
 StorageAllocator: TypeAlias = DeviceAllocator | PinnedAllocator
-"""What makes a region."""
+"""An allocator of regions."""
 
 TIER_OF: Final = {StorageType.DEVICE: StorageTier.DEVICE, StorageType.PINNED: StorageTier.HOST_PINNED}
-"""The tier that events name, by the kind of a pool's memory."""
+"""The tier in events, by the kind of a pool's memory."""

@@ -1,9 +1,9 @@
 """Offload between a manager's own pools, an addition: dynamo-llm 0.2.1 has no offload.
 
-It follows the offload manager of later versions where those have a rule: requests are done by priority, the highest
-first, then in the order in which they were queued; a queued block is not held, and may be evicted before; what the host
-has already is not copied; where the host has no room the request is dropped. The later versions copy in threads, here
-`flush()` does. They have more: a disk tier, and offload of every block that is registered; these are not built.
+It follows the rules of later versions' offload manager. Requests are carried out by priority, the highest first, then
+in the order of queuing. A queued block is not held, and may be evicted before. A block that the host already has is not
+copied. If the host has no room, the request is dropped. Later versions copy in threads; here `flush()` copies. Their
+disk tier, and offload of every registered block, are not implemented.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ class Flushed(NamedTuple):
     """The result of a manager's `flush()`."""
 
     returned: int
-    """Blocks that were taken back."""
+    """Returned blocks that the pools took back."""
     offloaded: int
     """Blocks that were copied to the host."""
     evicted_before: int
-    """Queued blocks that the device had no more."""
+    """Queued blocks that the device no longer had."""
     present: int
-    """Queued blocks that the host had already."""
+    """Queued blocks that the host already had."""
     no_room: int
     """Queued blocks for which the host had no room; their requests are dropped."""
 
 
 class TierOffload:
-    """Copies of registered blocks, from device to host when they are queued, and back when they are asked for.
+    """Copies registered blocks: queued ones from device to host, and requested ones back.
 
     Args:
         device: the pool whose blocks are offloaded; None if there is none.
-        host: the pool they are copied to; None if there is none.
+        host: the pool that receives the copies; None if there is none.
     """
 
     __slots__ = ("_device", "_host", "_queue", "_queued")
@@ -61,9 +61,9 @@ class TierOffload:
         self._queued += 1
 
     def run(self) -> tuple[int, int, int, int]:
-        """Copy what is queued; return how many were copied, evicted before, present, and without room.
+        """Copy the queued blocks; return how many were copied, evicted before, present, and without room.
 
-        The copies are held until all are done, so that none of them is evicted for another of the same run.
+        The copies are held until all are done, so that none is evicted for another copy of the same run.
         """
         copied = gone = present = full = 0
         if not self._queue:

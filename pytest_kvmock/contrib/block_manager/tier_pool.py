@@ -1,10 +1,9 @@
 """The pool of one tier: allocation, registration, matching, and the return of blocks (dynamo-llm 0.2.1, `BlockPool`).
 
-One subject: the owner of each block of a tier. A block is in exactly one place: free (Reset, in the pool), inactive
-(Registered, in the pool, evictable), active (somebody has a handle), or returning (given back, waiting for `flush()`).
-
-A pool is used from one thread. Its requests answer at once; the awaitable ones have the original's names, and the same
-behaviour as their `_blocking` twins.
+This module tracks the owner of each block of a tier. A block is in exactly one place: free (Reset, in the pool),
+inactive (Registered, in the pool, evictable), active (owned by a handle), or returning (returned, waiting for
+`flush()`). A pool is used from one thread. Its requests return at once; the awaitable ones have the original's names,
+and behave like their `_blocking` forms.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ _REGISTERED: Final = BlockState.REGISTERED
 _COMPLETE: Final = BlockState.COMPLETE
 _RESET: Final = BlockState.RESET
 
-# Handles are made without a call of their constructor, which would be a tenth of the time of a block.
+# Handles are made without their constructor, which would take a tenth of a block's time.
 _new: Final = object.__new__
 
 
@@ -43,11 +42,11 @@ class PoolCounts(NamedTuple):
     free: int
     """Reset, in the pool."""
     inactive: int
-    """Registered, in the pool: found by their hash, or evicted."""
+    """Registered, in the pool: found by their hash, and evictable."""
     active: int
     """Owned by a handle."""
     returning: int
-    """Given back, and not in the pool before the next `flush()`."""
+    """Returned, but not in the pool before the next `flush()`."""
 
 
 class TierPool:
@@ -56,8 +55,8 @@ class TierPool:
     Made by a `KvBlockManager`, which has one for each layout of its configuration.
 
     Args:
-        block_set: what its blocks have in common.
-        publisher: where events go.
+        block_set: the common data of its blocks.
+        publisher: publishes its events.
     """
 
     __slots__ = (
@@ -80,8 +79,8 @@ class TierPool:
         self._free = deque(self._blocks)
         self._returned = block_set.returned
         self._registered: dict[int, Block] = {}
-        # Inactive blocks, in a ring for each priority, in the order in which they were returned. Ticks rise, so this is
-        # also the order of (returned, acquired, hash), and blocks need no keys.
+        # Inactive blocks, in a ring for each priority, in the order of their return. Ticks rise, so this is also the
+        # order of (returned, acquired, hash), and blocks need no keys.
         self._rings: dict[int, RingLink] = {}
         self._priorities: list[int] = []  # a heap of the existing rings
         self._num_inactive = 0
@@ -94,22 +93,22 @@ class TierPool:
 
     @property
     def total_blocks(self) -> int:
-        """How many blocks there are."""
+        """Number of blocks."""
         return len(self._blocks)
 
     @property
     def available_blocks(self) -> int:
-        """How many blocks can be allocated: free and inactive ones."""
+        """Number of blocks that can be allocated: free and inactive ones."""
         return len(self._free) + self._num_inactive
 
     @property
     def counts(self) -> PoolCounts:
-        """How many blocks are free, inactive, active and returning."""
+        """Numbers of free, inactive, active and returning blocks."""
         total, free, returning = len(self._blocks), len(self._free), len(self._returned)
         return PoolCounts(total, free, self._num_inactive, total - free - self._num_inactive - returning, returning)
 
     def block(self, index: int) -> Block:
-        """Return a block by its number, for transfers; it is not allocated by that.
+        """Return a block by its number, for transfers, without allocating it.
 
         Raises:
             IndexError: the set has no such block.
@@ -122,7 +121,7 @@ class TierPool:
         return self._blocks[index]
 
     def registered_hashes(self) -> list[int]:
-        """Return the sequence hashes that the pool would match, in the order of their registration."""
+        """Return the sequence hashes that the pool would match, in the order of registration."""
         return list(self._registered)
 
     # ------------------------------------------------------------------------------------------------ requests
@@ -132,13 +131,13 @@ class TierPool:
         return self.allocate_blocks_blocking(count)
 
     def allocate_blocks_blocking(self, count: int) -> MutableBlocks:
-        """Allocate `count` blocks, all or none: free ones, the first returned first, then by eviction.
+        """Allocate `count` blocks, all or none: first free ones, in the order of their return, then by eviction.
 
-        The inactive block with the lowest (priority, returned tick, acquired tick, hash) is evicted first, whether
-        others have it as their parent or not.
+        The inactive block with the lowest (priority, returned tick, acquired tick, hash) is evicted first, whether or
+        not it is the parent of others.
 
         Raises:
-            NotEnoughBlocksAvailable: fewer are free and inactive. Blocks that are returning count from `flush()` on.
+            NotEnoughBlocksAvailable: fewer are free and inactive. Returning blocks count after `flush()`.
             ProgressEngineShutdown: the pool is stopped.
             ValueError: the count is not an integer of at least 0.
         """
@@ -179,11 +178,11 @@ class TierPool:
     def register_blocks_blocking(self, blocks: Iterable[MutableBlock]) -> ImmutableBlocks:
         """Register Complete blocks, and return an immutable handle for each; the mutable ones hold no block any more.
 
-        A block whose hash is registered already is given back, and its handle is one of the block that is there. With a
-        sink one Stored is published for each chain of new blocks, parents first.
+        If the hash of a block is already registered, the block is returned, and its handle is one of the registered
+        block. With a sink, one Stored is published for each chain of new blocks, parents first.
 
         Raises:
-            BlockNotComplete: a block is not Complete; then none was registered.
+            BlockNotComplete: a block is not Complete; no block was registered.
             InvalidMutableBlock: a block is of another pool, or given twice; as above.
             BlockClosed: a handle holds no block any more; as above.
             ProgressEngineShutdown: the pool is stopped.
@@ -232,7 +231,7 @@ class TierPool:
 
         Raises:
             ProgressEngineShutdown: the pool is stopped.
-            ValueError: the run ends at what is not a sequence hash; then no block was matched.
+            ValueError: the run ends at a value that is not a sequence hash; no block was matched.
         """
         new = _new
         out = ImmutableBlocks()
@@ -252,13 +251,14 @@ class TierPool:
         self.touch_blocks_blocking(sequence_hashes)
 
     def touch_blocks_blocking(self, sequence_hashes: Iterable[int]) -> None:
-        """Make the inactive blocks of the leading run of registered ones the last returned of their priority.
+        """Move the inactive blocks of the leading run of registered blocks to the end of their priority, as if just
+        returned.
 
         An addition of later versions; 0.2.1 has no such request.
 
         Raises:
             ProgressEngineShutdown: the pool is stopped.
-            ValueError: the run ends at what is not a sequence hash; then no block was touched.
+            ValueError: the run ends at a value that is not a sequence hash; no block was touched.
         """
         for block in self._leading_run("touch_blocks", sequence_hashes):
             if not block.refs:
@@ -266,15 +266,14 @@ class TierPool:
                 self._take_back((block,))
 
     def flush(self) -> int:
-        """Take back all blocks that were given back, in that order; return how many.
+        """Take all returned blocks back into the pool, in order; return their number.
 
         Raises:
             ProgressEngineShutdown: the pool is stopped.
         """
         self.check_running("flush")
         returned = self._returned
-        # One by one: the garbage collector may drop handles in between, and blocks that they return must stay in the
-        # queue.
+        # One by one: the garbage collector may drop handles in between, whose blocks must stay in the queue.
         blocks = [returned.popleft() for _ in range(len(returned))]
         self._take_back(blocks)
         return len(blocks)
@@ -284,7 +283,7 @@ class TierPool:
         it.
 
         Raises:
-            NotEnoughBlocksAvailable: fewer blocks are available than are to be copied; none is.
+            NotEnoughBlocksAvailable: fewer blocks are available than `sources`; none was copied.
             ProgressEngineShutdown: the pool is stopped.
         """
         with self._publisher.one_call():
@@ -301,10 +300,10 @@ class TierPool:
     # ------------------------------------------------------------------------------------------------- in here
 
     def check_running(self, request: str) -> None:
-        """Return if the pool is running; raise if it was stopped.
+        """Check that the pool is running.
 
         Raises:
-            ProgressEngineShutdown: it is; the message names the request.
+            ProgressEngineShutdown: it was stopped; the message names the request.
         """
         if self.block_set.cancellation_token.is_cancelled():
             raise ProgressEngineShutdown(
@@ -313,17 +312,17 @@ class TierPool:
             )
 
     def _surface(self, handles: MutableBlocks | ImmutableBlocks) -> None:
-        """Raise what the sink raised, as `EventPublisher.surface`; the caller gets no handles then, and the blocks
-        are given back.
+        """Raise the sink's error, like `EventPublisher.surface`; the caller then gets no handles, and the blocks are
+        returned.
         """
         try:
             self._publisher.surface()
         except Exception:
-            handles.close()  # not when the last frame of the traceback is gone
+            handles.close()  # now, not when the last frame of the traceback is gone
             raise
 
     def _leading_run(self, request: str, sequence_hashes: Iterable[int]) -> list[Block]:
-        """Return the registered blocks of the longest run, from the first hash on; they stay where they are."""
+        """Return the longest run of registered blocks, from the first hash on, without moving them."""
         self.check_running(request)
         registered = self._registered
         run: list[Block] = []
@@ -331,7 +330,7 @@ class TierPool:
             try:
                 run.append(registered[sequence_hash])
             except (KeyError, TypeError):
-                # A token block or a text is not a block that is missing.
+                # A token block or a string is an invalid argument, not a missing block.
                 check_u64(f"{request}: sequence_hashes[{len(run)}]", sequence_hash)
                 break
         return run
@@ -359,17 +358,17 @@ class TierPool:
             raise InvalidMutableBlock("Invalid MutableBlock: register_blocks was given a block twice")
 
     def _share(self, block: Block) -> None:
-        """Count one more owner of a registered block, and take it out of the pool if it has none."""
+        """Count one more owner of a registered block; take the block out of the pool if it had none."""
         if not block.refs:
             self._take_out(block)
         block.refs += 1
 
     def _take_out(self, block: Block) -> None:
-        """Take a registered block that has no owner out of the pool, or off its way back."""
+        """Take a registered block without an owner out of the pool, or out of the queue of returned blocks."""
         if block.next is not None:
             self._unlink(block)
             return
-        # Blocks returned before it come back before it, as when the original waits for such a block.
+        # Earlier returned blocks are taken back first, as when the original waits for such a block.
         returned = self._returned
         while (other := returned.popleft()) is not block:
             self._take_back((other,))
@@ -383,7 +382,7 @@ class TierPool:
             if block.state is not _REGISTERED:
                 if block.state is not _RESET:
                     block.reset()
-                block.payload = b""  # the original keeps metadata of a Reset block, but a free block holds nothing
+                block.payload = b""  # the original keeps metadata of a Reset block, but a free block has no payload
                 self._free.append(block)
                 continue
             ring = rings.get(block.priority)
@@ -408,7 +407,7 @@ class TierPool:
         self._num_inactive -= 1
 
     def _evict(self, count: int) -> list[Block]:
-        """Take the first inactive blocks out of the pool and reset them; there are as many. Their hashes stay
+        """Take the first `count` inactive blocks, which must exist, out of the pool and reset them. Their hashes stay
         readable.
         """
         priorities, rings, registered = self._priorities, self._rings, self._registered
@@ -451,6 +450,6 @@ class TierPool:
                 tuple([each.sequence_hash for each in chain]),
                 tuple([each.block_hash for each in chain]),
             )
-            # Copies have none, and are registered separately.
+            # Copies have no tokens, and are registered separately.
             tokens = [each.tokens for each in chain] if chain[0].tokens else None
             self._publisher.publish(data, tokens, self.block_set.tier)

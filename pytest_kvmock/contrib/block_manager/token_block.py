@@ -1,7 +1,7 @@
-"""Token blocks: the tokens of one full block, with their hashes; what chains of blocks are filled with.
+"""Token blocks: the tokens of one full block with their hashes, the contents of blocks.
 
-The names come from dynamo-llm 0.2.1. Hashes are salted: with the salt 1337, which is the default here, they are those
-of `pytest_kvmock.values.tokens`, which routers compute for themselves.
+The names come from dynamo-llm 0.2.1. Hashes are salted: with the default salt 1337 they equal those of
+`pytest_kvmock.values.tokens`, which routers compute themselves.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ def _packer(block_size: int) -> struct.Struct:
 
 
 class TokenBlock:
-    """The tokens of one full block and the hashes of it.
+    """The tokens of one full block, and its hashes.
 
     Args:
-        tokens: token ids, as many as a block has, at least 1.
+        tokens: the token ids of the block, at least 1.
         salt_hash: u64 that all hashes of the sequence depend on.
-        parent_sequence_hash: sequence hash of the block before; None: it is the first of its sequence, a root.
+        parent_sequence_hash: sequence hash of the previous block; None for a root, the first block of a sequence.
 
     Raises:
         TypeError: a token is not an integer.
@@ -42,9 +42,9 @@ class TokenBlock:
     tokens: tuple[int, ...]
     salt_hash: int
     block_hash: int
-    """Hash of the tokens alone, the local hash of a router."""
+    """Hash of only these tokens, the local hash of a router."""
     sequence_hash: int
-    """Hash of the tokens and all before them; the hash of a root is its block hash."""
+    """Hash of the tokens and all tokens before them; for a root, its block hash."""
     parent_sequence_hash: int | None
 
     def __init__(self, tokens: TokenIds, salt_hash: int = SEED, parent_sequence_hash: int | None = None) -> None:
@@ -65,7 +65,7 @@ class TokenBlock:
 
     @classmethod
     def of_hashes(cls, block_hash: int, sequence_hash: int, parent_sequence_hash: int | None) -> TokenBlock:
-        """Return a block whose tokens are not known, for copies of registered blocks, which keep none."""
+        """Return a block with unknown tokens, for copies of registered blocks, which keep no tokens."""
         block = object.__new__(cls)
         block.tokens = ()
         block.salt_hash = SEED
@@ -90,20 +90,20 @@ class TokenBlock:
         return hash(self.sequence_hash)
 
     def next_block(self, tokens: TokenIds) -> TokenBlock:
-        """Return the block of these tokens that comes after this one in its sequence."""
+        """Return the block of these tokens that follows this one in its sequence."""
         return TokenBlock(tokens, self.salt_hash, self.sequence_hash)
 
 
 def token_blocks(
     tokens: TokenIds | Prompt, block_size: int, salt_hash: int = SEED, parent_sequence_hash: int | None = None
 ) -> list[TokenBlock]:
-    """Return the full blocks of `tokens`, each the child of the one before; a tail shorter than a block is left out.
+    """Return the full blocks of `tokens`, each the child of the previous one; a tail shorter than a block is left out.
 
     Args:
-        tokens: token ids, or a prompt that has them.
-        block_size: tokens a block, at least 1.
+        tokens: token ids, or a prompt with tokens.
+        block_size: tokens per block, at least 1.
         salt_hash: u64 that all hashes of the sequence depend on.
-        parent_sequence_hash: sequence hash of the block before the first.
+        parent_sequence_hash: sequence hash of the block before the first one.
 
     Raises:
         TypeError: a token is not an integer, or the prompt has hashes only.

@@ -1,8 +1,8 @@
-"""Transfers: the payloads of blocks, put into blocks of another worker or of one's own, or got from another worker.
+"""Transfers: payloads of blocks are put into blocks of another worker or of the same one, or got from another worker.
 
-Payloads travel, and nothing else: neither tokens nor hashes, nor the state of a block. In 0.2.1 a put to remote blocks
-is checked and logged, its copy is not written yet; the copy here is what later versions and its comments have. There is
-no get but the place for one; here it is the put's mirror image.
+Only payloads are transferred, neither tokens nor hashes nor the state of a block. In 0.2.1 a put to remote blocks is
+checked and logged, but its copy is not implemented yet; here it copies as later versions do and the comments of 0.2.1
+describe. 0.2.1 has only a placeholder for a get; here it mirrors the put.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ from pytest_kvmock.contrib.block_manager.remote_errors import (
 from pytest_kvmock.values.checks import check_iterable
 
 LocalBlock: TypeAlias = MutableBlock | ImmutableBlock
-"""A block of one's own."""
+"""A block of the transferring worker."""
 
 AnyBlock: TypeAlias = LocalBlock | RemoteBlock
-"""A block that a transfer takes, on one side or the other."""
+"""A source or destination of a transfer."""
 
 
 class TransferRequest:
-    """What puts and gets have in common: their lists, and what is refused of them.
+    """The common part of puts and gets: their lists, and the checks of these.
 
-    The lists stay as they were when it was made. `execute` transfers all, or raises and transfers nothing.
+    The lists are fixed on creation. `execute` transfers all payloads, or raises and transfers none.
     """
 
     __slots__ = ("_destinations", "_sources", "is_executed")
@@ -54,15 +54,15 @@ class TransferRequest:
         return f"<{type(self).__name__} of {len(self._sources)} blocks{done}>"
 
     def validate_blocks(self) -> None:
-        """Return if the lists can be transferred: no destination twice, and none that is a source, too.
+        """Check that no destination occurs twice, or is a source, too.
 
-        It looks at no block but for its address. `execute` calls it as well, which the original's does not.
+        It looks only at the address of each block. `execute` also calls it; in the original it does not.
 
         Raises:
-            TransferError: a destination is there twice, or is a source.
+            TransferError: a destination occurs twice, or is a source.
             BlockClosed: a handle holds no block any more.
         """
-        # A remote and a local block are the same if worker, set and number are equal; so both sides share one key.
+        # A remote and a local block are the same if worker, set and number are equal: both sides share this key.
         is_one_sided = isinstance(self._sources[0], RemoteBlock) is isinstance(self._destinations[0], RemoteBlock)
         destinations = [_key(block) for block in self._destinations]
         unique = set(destinations)
@@ -81,12 +81,12 @@ class TransferRequest:
         """Transfer all payloads, or none.
 
         Raises:
-            TransferError: what `validate_blocks` refuses, blocks differ in size, or it was executed before.
-            MismatchedWorkerID: a local block is of another worker than the one that carries the transfer out.
-            WorkerUnreachable: the other worker is not reached.
+            TransferError: `validate_blocks` refuses the lists, blocks differ in size, or it was executed before.
+            MismatchedWorkerID: a local block belongs to another worker than the one that carries the transfer out.
+            WorkerUnreachable: the other worker cannot be reached.
             StaleBlockDescriptor: a remote block has changed since it was described.
             BlockClosed: a handle holds no block any more.
-            ProgressEngineShutdown: the manager that carries the transfer out is closed, or that of a local block.
+            ProgressEngineShutdown: the manager that carries the transfer out, or that of a local block, is closed.
         """
         if self.is_executed:
             raise TransferError(f"this {type(self).__name__} was executed before; make another")
@@ -108,8 +108,8 @@ class TransferRequest:
         self._record([len(source.payload) for source, _ in pairs])
 
     def _check_workers(self) -> None:
-        """Return if all local blocks are of the worker that carries it out, and all remote ones were asked for by
-        it.
+        """Check that all local blocks belong to the worker that carries out the transfer, and that it asked for all
+        remote ones.
         """
         remote = self._remote()
         manager, worker_id, _ = _carrier(remote[0] if remote else self._sources[0])
@@ -134,14 +134,14 @@ class TransferRequest:
             )
 
     def _remote(self) -> list[RemoteBlock]:
-        """The side that is remote; empty for a put between blocks of one's own."""
+        """Return the remote side; empty for a put between local blocks."""
         return [block for block in (*self._sources, *self._destinations) if isinstance(block, RemoteBlock)]
 
     def _record(self, sizes: Sequence[int]) -> None:
-        """Keep what was transferred, one record for each worker whose blocks took part."""
+        """Record the transfer, once for each worker whose blocks took part."""
         remote = self._remote()
         by_worker: dict[int, list[int]] = {}
-        for block, size in zip(remote, sizes, strict=False):  # not a remote block: nothing is kept
+        for block, size in zip(remote, sizes, strict=False):  # without remote blocks nothing is recorded
             by_worker.setdefault(block.worker_id, []).append(size)
         for worker_id, moved in by_worker.items():
             agent = remote[0].agent
@@ -163,11 +163,11 @@ class TransferRequestPut(TransferRequest):
     """A put: payloads of local blocks are written into remote blocks, or into other local ones.
 
     Args:
-        sources: blocks of one's own, mutable or immutable; one may be there twice.
-        destinations: as many blocks, all mutable remote ones, or all mutable ones of one's own.
+        sources: local blocks, mutable or immutable; a block may occur twice.
+        destinations: the same number of mutable blocks, all remote or all local.
 
     Raises:
-        CountMismatch: there are more of the one than of the other.
+        CountMismatch: the numbers of sources and destinations differ.
         TransferError: there are none.
         IncompatibleTypes: a source is not local, a destination not mutable, or some are remote and some local.
     """
@@ -198,11 +198,11 @@ class TransferRequestGet(TransferRequest):
     """A get: payloads of remote blocks are read into local ones. An addition, named after the put.
 
     Args:
-        sources: remote blocks, mutable or immutable; one may be there twice.
-        destinations: as many mutable blocks of one's own.
+        sources: remote blocks, mutable or immutable; a block may occur twice.
+        destinations: the same number of mutable local blocks.
 
     Raises:
-        CountMismatch: there are more of the one than of the other.
+        CountMismatch: the numbers of sources and destinations differ.
         TransferError: there are none.
         IncompatibleTypes: a source is not remote, or a destination not mutable and local.
     """
@@ -228,7 +228,7 @@ def _incompatible(what: str, got: object) -> IncompatibleTypes:
 
 
 def _carrier(block: AnyBlock) -> tuple[object, int, bool]:
-    """What carries out transfers with a block: the manager, its worker, and whether it is closed."""
+    """Return who carries out transfers with a block: the manager, its worker, and whether it is closed."""
     if isinstance(block, RemoteBlock):
         return block.agent.manager, block.agent.worker_id, block.agent.is_closed
     held = block.held.set
@@ -236,12 +236,12 @@ def _carrier(block: AnyBlock) -> tuple[object, int, bool]:
 
 
 def _key(block: AnyBlock) -> object:
-    """What the same block has, and no other on its side: that of a local one is the block itself."""
+    """Return a key that identifies a block on its side; for a local block, the block itself."""
     return _address(block) if isinstance(block, RemoteBlock) else block.held
 
 
 def _address(block: AnyBlock) -> tuple[int, int, int]:
-    """Where a block is: worker, set, number. The same block, seen from both sides, has the same."""
+    """Return the address of a block: worker, set, number. It is the same from both sides."""
     if isinstance(block, RemoteBlock):
         return block.worker_id, block.block_set_idx, block.block_idx
     held = block.held

@@ -18,7 +18,7 @@ SCHEDULER_MATRIX: Final = "kv_scheduler_matrix"
 """The marker that runs a test over the cases of the scheduler matrix."""
 
 CASE_OF_MATRIX: Final = "kv_scheduler_case"
-"""The fixture that is the case of a test."""
+"""The fixture that has the case of a test."""
 
 _HOME = {
     "SCHEDULER_CASES": "scheduler_cases",
@@ -34,7 +34,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: the plugin is loaded with every run of pytest, and needs none of it."""
+    """Load a name on first use: the plugin is loaded in every run of pytest, and needs none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

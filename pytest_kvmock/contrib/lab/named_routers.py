@@ -1,4 +1,4 @@
-"""Routers by name: those to compare with, and a user's own, for callers that cannot give an object."""
+"""Routers by name: routers to compare with, and the user's own, for callers that cannot pass an object."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from pytest_kvmock.fleets.routing.selection import LeastLoaded, MostCached, Roun
 from pytest_kvmock.values.checks import unknown_text
 
 MakeRouter: TypeAlias = "str | Callable[[], object]"
-"""A name of `ROUTERS`, "module:name" of a class or function that makes one without arguments, or that class or
-function."""
+"""A name of `ROUTERS`, "module:name" of a class or function that makes a router without arguments, or the class or
+function itself."""
 
 ROUTERS: Final[Mapping[str, Callable[[], object] | None]] = {
     "dynamo": None,
@@ -20,18 +20,18 @@ ROUTERS: Final[Mapping[str, Callable[[], object] | None]] = {
     "least_loaded": LeastLoaded,
     "most_cached": MostCached,
 }
-"""Routers by name; "dynamo" is that of the engines' release."""
+"""Routers by name; "dynamo" is the router of the engines' release."""
 
 
 def make_router(given: MakeRouter) -> object | None:
-    """Make a router; None for the one of the engines' release.
+    """Make a router; None for the router of the engines' release.
 
     Args:
-        given: how it is made.
+        given: what makes it.
 
     Raises:
-        TypeError: it is nothing that makes a router, or what it makes has no `pick(request, candidates)`.
-        ValueError: there is no such name, or it cannot be imported, or made without arguments.
+        TypeError: it cannot make a router, or the result has no `pick(request, candidates)`.
+        ValueError: the name is unknown, or it cannot be imported or called without arguments.
     """
     name = given if isinstance(given, str) else getattr(given, "__name__", repr(given))
     made_by: object
@@ -57,7 +57,7 @@ def make_router(given: MakeRouter) -> object | None:
         raise ValueError(
             f"router {name!r} cannot be made without arguments: {type(error).__name__}: {error}"
         ) from error
-    RouterCalls(router, 1.0)  # names what it lacks
+    RouterCalls(router, 1.0)  # its error names a missing method
     return router
 
 

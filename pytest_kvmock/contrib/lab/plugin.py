@@ -1,4 +1,4 @@
-"""The scheduler matrix as pytest sees it: a marker, two fixtures, and what they set of a test."""
+"""The scheduler matrix in pytest: a marker, two fixtures, and the settings that they give to a test."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", MARKER)
 
 
-@pytest.hookimpl(wrapper=True, trylast=True)  # after all parametrisation except that of the backends
+@pytest.hookimpl(wrapper=True, trylast=True)  # after all parametrisation except over backends
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
     """Run a test with the marker over the cases."""
     yield
@@ -38,9 +38,9 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> Generator[None]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_call(item: pytest.Item) -> None:
-    """Fail a test that has the marker and was not run over the matrix, as nothing of ours was set up that has looked.
+    """Fail a test that has the marker but was not parametrised, if no fixture of ours has checked this.
 
-    Methods of `unittest.TestCase` are not generated, and markers may come after collection.
+    Methods of `unittest.TestCase` are not parametrised, and markers may be added after collection.
     """
     if SCHEDULER_MATRIX in item.keywords and isinstance(item, pytest.Function) and item.stash.get(CASE, None) is None:
         from pytest_kvmock.contrib.lab.scheduler_matrix import scheduler_case
@@ -53,7 +53,7 @@ def pytest_runtest_call(item: pytest.Item) -> None:
 
 
 def pytest_kvmock_defaults(item: pytest.Item) -> Mapping[str, Any] | None:
-    """Size the test as its case says."""
+    """Return the sizes of the test's case."""
     callspec = getattr(item, "callspec", None)
     if SCHEDULER_MATRIX not in item.keywords and (callspec is None or CASE_OF_MATRIX not in callspec.params):
         return None
@@ -65,7 +65,7 @@ def pytest_kvmock_defaults(item: pytest.Item) -> Mapping[str, Any] | None:
 
 @pytest.fixture
 def _kvmock_scheduler_case(request: pytest.FixtureRequest) -> SchedulerCase | None:
-    """The case of the scheduler matrix that the test is."""
+    """Return the test's case of the scheduler matrix."""
     from pytest_kvmock.contrib.lab.scheduler_matrix import scheduler_case
     from pytest_kvmock.plugin.case import fail_in_one_line
 
@@ -77,7 +77,7 @@ def _kvmock_scheduler_case(request: pytest.FixtureRequest) -> SchedulerCase | No
 
 @pytest.fixture
 def kv_scheduler_case(request: pytest.FixtureRequest, _kvmock_scheduler_case: SchedulerCase | None) -> SchedulerCase:
-    """The case of `@pytest.mark.kv_scheduler_matrix` that the test is: `shared`, `caching`, `chunked`."""
+    """The test's case of `@pytest.mark.kv_scheduler_matrix`: `shared`, `caching`, `chunked`."""
     return _case_or_fail(request, _kvmock_scheduler_case)
 
 

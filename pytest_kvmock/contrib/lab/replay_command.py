@@ -1,4 +1,4 @@
-"""The command `replay`: traces, backends and routers from a shell, and a table of what came of them."""
+"""The command `replay`: traces, backends and routers from a shell, and a table of the results."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.contrib.lab.sweeps import SweepCase, Trace
 
 SYNTHETIC: Final = "synthetic"
-"""What stands for a trace that is made up."""
+"""The name of a synthetic trace."""
 
 INTERRUPTED: Final = 130
 
 
 def replay_traces(given: argparse.Namespace) -> int:
-    """Run all combinations; return the exit code: 0, 1 where a run failed or a router drifted, 130 after Ctrl-C."""
+    """Run all combinations; return the exit code: 0, 1 if a run failed or a router drifted, 130 after Ctrl-C."""
     before = None if given.compare is None else _read_json(given.compare)
     traces, backends, routers = _traces(given), _names(given.backend), _names(given.router)
     is_table = len(traces) * len(backends) * len(routers) > 1
@@ -42,7 +42,7 @@ def replay_traces(given: argparse.Namespace) -> int:
     if jobs < 1:
         raise ValueError(f"--jobs must be at least 1, got {given.jobs}")
     outputs = [path for path in (given.json, given.html) if path is not None and path != "-"]
-    for path in outputs:  # before minutes of work
+    for path in outputs:  # checked before minutes of work
         if not Path(path).parent.is_dir():
             raise ValueError(f"{path}: no directory {Path(path).parent} to write it in")
     done, interrupted = _run(cases, min(jobs, len(cases)))
@@ -81,8 +81,8 @@ def _read_json(path: str) -> Any:
 
 
 def _write_pages(found: Sweep, path: Path, before: Any) -> None:
-    """Write a page for each run, with all others next to it: the first at the path, the others by their numbers after
-    it.
+    """Write a page for each run, with all others next to it: the first at the path, the others with their number
+    appended.
     """
     from pytest_kvmock.fleets.report.page_data import compared
     from pytest_kvmock.values.pages.page import render, write_page
@@ -109,7 +109,7 @@ def _names(texts: Sequence[str]) -> list[str]:
 
 
 def _settings(given: argparse.Namespace, *, is_table: bool) -> SweepSettings:
-    """What all runs have in common; `is_table`: there are several, and a table shows their figures."""
+    """Return the common settings of all runs; `is_table`: a table shows the figures of several runs."""
     engine = {"num_gpu_blocks": given.num_blocks, "block_size": given.block_size, "semantics": given.semantics}
     fleet = {
         "concurrency": given.concurrency,
@@ -168,13 +168,13 @@ def _synthetic(given: argparse.Namespace) -> Trace:
 
 
 def _run(cases: Sequence[SweepCase], jobs: int) -> tuple[list[SweepRun], bool]:
-    """Run the cases; return those that were made, in their order, and whether they were interrupted."""
+    """Run the cases; return the finished runs in order, and whether they were interrupted."""
     return _run_here(cases) if jobs == 1 else _run_in_processes(cases, jobs)
 
 
 def _run_here(cases: Sequence[SweepCase]) -> tuple[list[SweepRun], bool]:
-    """Run one after the other. Ctrl-C ends the run under way where it is, so that its report is whole; a second one
-    ends it at once.
+    """Run one after the other. Ctrl-C stops the current run, whose report is then complete; a second one ends it at
+    once.
     """
     done: list[SweepRun] = []
     fleets: list[Fleet] = []
@@ -196,15 +196,15 @@ def _run_here(cases: Sequence[SweepCase]) -> tuple[list[SweepRun], bool]:
 
 
 def _run_in_processes(cases: Sequence[SweepCase], jobs: int) -> tuple[list[SweepRun], bool]:
-    """Run side by side. Ctrl-C ends the processes: what they were at is lost."""
+    """Run in parallel processes. Ctrl-C ends them, and the runs under way are lost."""
     done: dict[int, SweepRun] = {}
     interrupted = False
-    # New processes, not copies of this one, so that they do not share state of routers, plugins and threads.
+    # Spawned, not forked, so that processes do not share the state of routers, plugins and threads.
     pool = ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _ignore_interrupts)
     try:
         with _shown(lambda: f"{len(done)} of {len(cases)} runs"):
             for at, run in run_cases(cases, pool):
-                done[at] = run  # noqa: PERF403 - what is done by an interrupt is kept
+                done[at] = run  # noqa: PERF403 - runs that finished before an interrupt are kept
     except KeyboardInterrupt:
         interrupted = True
         for process in multiprocessing.active_children():
@@ -215,7 +215,7 @@ def _run_in_processes(cases: Sequence[SweepCase], jobs: int) -> tuple[list[Sweep
 
 
 def _ignore_interrupts() -> None:
-    """In a process of the pool: its parent handles Ctrl-C."""
+    """Ignore Ctrl-C in a process of the pool: its parent handles it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
@@ -236,7 +236,7 @@ def _requests_text(fleets: Sequence[Fleet], done: int, planned: int) -> str:
 
 @contextmanager
 def _shown(text: Any) -> Iterator[None]:
-    """Show on a terminal, a few times a second, how far it is."""
+    """Show the progress on a terminal, a few times a second."""
     with ExitStack() as stack:
         if sys.stderr.isatty():
             ended = Event()

@@ -1,4 +1,4 @@
-"""The scheduler matrix: eight cases of one workload, as Dynamo's own test of its schedulers has them.
+"""The scheduler matrix: eight cases of one workload, from Dynamo's test of its schedulers.
 
 `test_scheduler_token_generation_patterns` of dynamo-mocker runs 200 requests over them, on each of its backends.
 """
@@ -18,7 +18,7 @@ SPEEDUP_RATIO: Final = 1000.0
 NUM_REQUESTS: Final = 200
 PROMPT_TOKENS: Final = 1000
 SHARED_TOKENS: Final = 500
-"""How many tokens all prompts begin with, where they share some."""
+"""Number of leading tokens that all prompts share, in the shared cases."""
 
 OUTPUT_TOKENS: Final = 100
 
@@ -41,7 +41,7 @@ class SchedulerCase(NamedTuple):
 
     @property
     def id(self) -> str:
-        """Its id in those of tests: "shared-cached-chunked", or "distinct-nocache-whole" where all three are False."""
+        """Its part of a test's id: "shared-cached-chunked", or "distinct-nocache-whole" if all three are False."""
         return "-".join(
             (
                 "shared" if self.shared else "distinct",
@@ -62,7 +62,7 @@ class SchedulerCase(NamedTuple):
 
     @property
     def engine(self) -> dict[str, Any]:
-        """The fields of `MockEngineArgs` that it sets besides."""
+        """The fields of `MockEngineArgs` that it also sets."""
         return {"speedup_ratio": SPEEDUP_RATIO, "enable_chunked_prefill": self.chunked}
 
 
@@ -74,7 +74,7 @@ SCHEDULER_CASES: Final = tuple(
 
 
 class SchedulerRequest(NamedTuple):
-    """One request of the matrix: `engine.submit(*request)` gives it to an engine.
+    """One request of the matrix: `engine.submit(*request)` submits it to an engine.
 
     Attributes:
         prompt: 1000 tokens.
@@ -89,7 +89,7 @@ def make_scheduler_requests(case: SchedulerCase, rng: Random) -> tuple[Scheduler
     """Make the 200 requests of a case.
 
     Args:
-        case: says whether their prompts begin with the same tokens.
+        case: the case, which sets whether prompts begin with the same tokens.
         rng: source of the tokens.
     """
 

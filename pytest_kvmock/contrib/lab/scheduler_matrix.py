@@ -1,8 +1,8 @@
 """The scheduler matrix of a test: `@pytest.mark.kv_scheduler_matrix`, over the cases of `scheduler_cases.py`.
 
-A private fixture, `_kvmock_scheduler_case`, is parametrised here, whether the test asks for it or not: so it needs
-to name `kv_scheduler_case` only where it looks at it. The case sets the sizes of the test's profile, above its base and
-below its markers, and the fields of the engine below those of the markers; no marker may set what makes it this case.
+This module parametrises a private fixture, `_kvmock_scheduler_case`, whether or not the test asks for it, so a test
+needs `kv_scheduler_case` only to read its case. The case sets sizes of the test's profile, which override the base but
+not the markers, and fields of the engine, which markers also override; no marker may set a field that defines the case.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
     """Parametrise a test over the eight cases, if it has the marker.
 
     Raises:
-        pytest.Collector.CollectError: it is not one that can be run over them.
+        pytest.Collector.CollectError: the test cannot be run over them.
     """
     definition, names = metafunc.definition, metafunc.fixturenames
     has_marker = definition.get_closest_marker(SCHEDULER_MATRIX) is not None
@@ -40,7 +40,7 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
         wrong: str | None = _PARAMETRISED
     elif has_marker and _ENGINES.isdisjoint(names):
         if not any(mark.name == SCHEDULER_MATRIX for mark in definition.own_markers):
-            return  # the marker of its class or module, which has no effect on a test that needs no engine
+            return  # a class's or module's marker has no effect without an engine
         wrong = f"{SCHEDULER_MATRIX} is for tests that take kv_engine, or kv_harness for engines; this one has neither"
     else:
         wrong = _wrong_beside(definition) if has_marker else None
@@ -53,13 +53,13 @@ def generate_cases(metafunc: pytest.Metafunc) -> None:
 
 
 def _wrong_beside(item: pytest.Item) -> str | None:
-    """Return which marker of a test is wrong, or sets what the cases set; None: none does."""
+    """Return an error text for a marker of a test that is wrong or sets what the cases set; None if there is none."""
     for mark in item.iter_markers(SCHEDULER_MATRIX):
         if mark.args or mark.kwargs:
             return f"{show_mark(mark)}: {_NO_ARGUMENTS}"
     for mark in item.iter_markers("kvmock"):
         engine = mark.kwargs.get("engine")
-        fields = engine if isinstance(engine, Mapping) else {}  # not a mapping: reported with all wrong markers
+        fields = engine if isinstance(engine, Mapping) else {}  # a wrong type is reported with all wrong markers
         name = next((name for name in _SET_BY_CASE if name in fields), None)
         if name is None and "prefix_caching" in mark.kwargs:
             name = "prefix_caching"
@@ -69,12 +69,12 @@ def _wrong_beside(item: pytest.Item) -> str | None:
 
 
 def case_of(item: pytest.Item) -> SchedulerCase | None:
-    """Return the case that a test is, which has the marker, or parameters of its own in the place of the cases.
+    """Return the case of a test that has the marker, or other parameters in place of the cases.
 
-    None: the marker is that of its class or module, and it needs no engine.
+    None if the marker is on its class or module, and the test needs no engine.
 
     Raises:
-        ValueError: it was not parametrised, or by somebody else, or a marker came later that sets what its case sets.
+        ValueError: the test was not parametrised by this module, or a later marker sets what its case sets.
     """
     callspec = getattr(item, "callspec", None)
     parameters = {} if callspec is None else callspec.params
@@ -82,7 +82,7 @@ def case_of(item: pytest.Item) -> SchedulerCase | None:
         raise ValueError(_PARAMETRISED)
     case = parameters.get(PARAMETER)
     if isinstance(case, SchedulerCase):
-        wrong = _wrong_beside(item)  # of a marker that came after collection
+        wrong = _wrong_beside(item)  # finds markers added after collection
         if wrong is not None:
             raise ValueError(wrong)
         return case
@@ -102,7 +102,7 @@ def case_of(item: pytest.Item) -> SchedulerCase | None:
 
 
 def scheduler_case(item: pytest.Item) -> SchedulerCase | None:
-    """Return the case of the scheduler matrix that a test is; None: it is not one.
+    """Return the case of a test of the scheduler matrix; None if the test is not part of it.
 
     Raises:
         ValueError: it has the marker, and was not run over the matrix.

@@ -1,7 +1,7 @@
 """Many replays: each trace over each backend behind each router, one after the other or on any executor of
 `concurrent.futures`.
 
-A run is a value, and so is its result: both can be sent to other processes and machines. Each run makes its own router.
+A run and its result are values: both can be sent to other processes and machines. Each run makes its own router.
 """
 
 from __future__ import annotations
@@ -47,12 +47,11 @@ _COLUMNS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class SweepSettings:
-    """What all runs of a sweep have in common; see `sweep`.
+    """The common settings of all runs of a sweep; see `sweep`.
 
     Attributes:
-        pages: whether each run brings the data of its page.
-        figures: whether each run brings its figures (`SweepRun.report`), of which those of gaps between tokens take a
-            while.
+        pages: whether each run returns the data of its page.
+        figures: whether each run returns its figures (`SweepRun.report`); those of gaps between tokens take a while.
     """
 
     workers: int = 8
@@ -71,9 +70,9 @@ class SweepCase:
 
     Attributes:
         trace: a name, and the requests or the file.
-        backend: of the engines.
-        router: a name, and how it is made.
-        settings: the rest, as `sweep` takes it.
+        backend: backend of the engines.
+        router: a name, and what makes it.
+        settings: the common settings.
     """
 
     trace: tuple[str, Trace]
@@ -85,7 +84,7 @@ class SweepCase:
         """Make the engines.
 
         Raises:
-            ValueError: they are invalid.
+            ValueError: their arguments are invalid.
         """
         spec = backend_spec(self.backend)
         args = MockEngineArgs(**{"engine_type": spec.scheduler, **self.settings.engine})
@@ -96,7 +95,7 @@ class SweepCase:
 
         Raises:
             TypeError: see `make_router`.
-            ValueError: see `make_router`, or a setting out of range.
+            ValueError: see `make_router`, or a setting is out of range.
         """
         chosen = self.settings
         router, engines = make_router(self.router[1]), self.engines()
@@ -108,7 +107,7 @@ class SweepCase:
         return Fleet(engines, router, **options)
 
     def requests(self) -> Iterable[TraceRequest]:
-        """The requests of the trace; a file is read.
+        """Return the requests of the trace, which may be read from a file.
 
         Raises:
             OSError: the file cannot be opened.
@@ -127,13 +126,13 @@ class SweepRun:
 
     Attributes:
         trace: name of the trace.
-        backend: of the engines.
+        backend: backend of the engines.
         router: name of the router.
-        report: what `Report.to_json()` returned; None: it failed, or no figures are wanted.
-        text: the report, as it is printed; "" where it failed.
-        error: why it failed, in one line; "" where it did not.
-        page: the data of its page (`page_data.fleet_data`); None if none is wanted.
-        drifts: what the router believed wrongly, the first of each kind; see `Report.beliefs`.
+        report: the result of `Report.to_json()`; None: the run failed, or no figures are wanted.
+        text: the printed report; "" if the run failed.
+        error: the reason of a failure, in one line; "" if there was none.
+        page: the data of its page (`page_data.fleet_data`); None if no page is wanted.
+        drifts: wrong beliefs of the router, the first of each kind; see `Report.beliefs`.
     """
 
     trace: str
@@ -147,11 +146,11 @@ class SweepRun:
 
     @property
     def name(self) -> str:
-        """What messages call it."""
+        """Its name in messages."""
         return f"{self.trace}, {self.backend}, {self.router}"
 
     def figure(self, name: str) -> float | None:
-        """Return one figure of all workers together (see `Report`); None if there is none.
+        """Return a figure over all workers (see `Report`); None if there is none.
 
         Raises:
             ValueError: no figure has this name.
@@ -159,18 +158,18 @@ class SweepRun:
         return None if self.report is None else Compared.of(self.report).figure(name)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the run as plain data for JSON."""
         names = {"trace": self.trace, "backend": self.backend, "router": self.router}
         return names | ({"error": self.error} if self.report is None else {"report": self.report})
 
 
 @dataclass(frozen=True, slots=True)
 class Sweep:
-    """The results of all runs. Printed, it is a table, a row a run; where a router drifted, its row is marked, and what
-    it said follows.
+    """The results of all runs. It prints as a table with one row per run; the row of a router that drifted is marked,
+    and its wrong beliefs follow.
 
     Attributes:
-        runs: in the order of traces, backends, routers; those that were not made are left out.
+        runs: the finished runs, in the order of traces, backends, routers.
     """
 
     runs: Sequence[SweepRun]
@@ -186,7 +185,7 @@ class Sweep:
         return [run for run in self.runs if run.drifts]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it: `runs`, each with trace, backend, router, and report or error."""
+        """Return plain data for JSON: `runs`, each with trace, backend, router, and report or error."""
         return {"kvmock_sweep": 1, "runs": [run.to_json() for run in self.runs]}
 
     def __str__(self) -> str:
@@ -201,18 +200,18 @@ class Sweep:
         return "\n".join([*parts, *(f"{run.name}: {run.error}" for run in self.errors)])
 
     def compare(self, other: Mapping[str, Any]) -> list[tuple[SweepRun, Comparison]]:
-        """Return how runs differ from those of another sweep, each with the one of its trace, backend and router.
+        """Compare runs with those of another sweep that have the same trace, backend and router.
 
         Args:
-            other: what `to_json()` of a sweep, or of a report, returned; a report is compared with every run.
+            other: the result of `to_json()` of a sweep or a report; a report is compared with every run.
 
         Raises:
-            TypeError: it is neither.
+            TypeError: `other` is neither.
         """
         return [(run, Comparison(Compared.of(run.report), Compared.of(known))) for run, known in self.before(other)]
 
     def before(self, other: Mapping[str, Any]) -> list[tuple[SweepRun, Mapping[str, Any]]]:
-        """Return the runs that are also in another sweep, each with its report there; see `compare`."""
+        """Return the runs that another sweep also has, each with its report there; see `compare`."""
         if isinstance(other, Mapping) and "kvmock_sweep" in other:
             known = {(run["trace"], run["backend"], run["router"]): run.get("report") for run in other["runs"]}
         else:
@@ -228,7 +227,7 @@ def sweep_cases(
     routers: Mapping[str, MakeRouter] | Iterable[MakeRouter] = ("dynamo",),
     settings: SweepSettings | None = None,
 ) -> list[SweepCase]:
-    """Return the runs of a sweep, all of which can begin: see `sweep` for what is raised."""
+    """Return the runs of a sweep, after checking that all can begin; see `sweep` for the errors."""
     chosen = SweepSettings() if settings is None else settings
     check_integer("sweep: workers", chosen.workers, 1)
     named = _named("traces", traces, _trace_name)
@@ -240,7 +239,7 @@ def sweep_cases(
     made_by = _named("routers", routers, _router_name)
     known = [backend_spec(name).name for name in _listed("backends", backends)]
     cases = [SweepCase(trace, backend, router, chosen) for trace in named for backend in known for router in made_by]
-    for case in cases[: len(known) * len(made_by)]:  # one trace, given by its arguments
+    for case in cases[: len(known) * len(made_by)]:  # settings and routers are checked with the first trace
         case.fleet()
     return cases
 
@@ -274,14 +273,14 @@ def _router_name(router: MakeRouter, at: int) -> str:
 
 
 def run_case(case: SweepCase, watch: Callable[[Fleet], None] | None = None) -> SweepRun:
-    """Run one replay, in a process of an executor.
+    """Run one replay, possibly in a process of an executor.
 
     Args:
-        case: which.
+        case: the run.
         watch: called with the fleet before it runs.
 
     Returns:
-        What came of it; an engine or a router that fails is an `error`, and no exception.
+        The result; a failure of an engine or router is its `error`, not an exception.
     """
     names = case.trace[0], case.backend, case.router[0]
     with long_run():
@@ -305,12 +304,12 @@ def _one_line(error: BaseException) -> str:
 def run_cases(
     cases: Sequence[SweepCase], executor: Executor | None = None, watch: Callable[[Fleet], None] | None = None
 ) -> Iterator[tuple[int, SweepRun]]:
-    """Yield the results of runs as they end, each with its place; see `sweep`.
+    """Yield the results of runs as they end, each with its index; see `sweep`.
 
     Args:
         cases: the runs.
-        executor: where they run; None: here, one after the other.
-        watch: called with the fleet of each run that is made here.
+        executor: runs them; None: they run in this process, one after the other.
+        watch: called with the fleet of each run in this process.
     """
     if executor is None:
         for at, case in enumerate(cases):
@@ -323,7 +322,7 @@ def run_cases(
             case = cases[at]
             try:
                 yield at, future.result()
-            except Exception as error:  # noqa: BLE001 - whatever an executor makes of a process that died, or cannot send
+            except Exception as error:  # noqa: BLE001 - an executor may raise anything for a process that died, or a result that it cannot send
                 yield at, SweepRun(case.trace[0], case.backend, case.router[0], error=_one_line(error))
     finally:
         for future in places:
@@ -348,14 +347,15 @@ def sweep(
     Args:
         traces: files in the Mooncake format, or sequences of requests; a mapping names them.
         backends: names of backends.
-        routers: names of `ROUTERS`, "module:name", or what makes a router without arguments; a mapping names them.
-        executor: where the runs are made: any `concurrent.futures.Executor`, of this machine or of several. None: here,
-            one after the other. Processes need what can be pickled: no lambda, and backends that are registered there
+        routers: names of `ROUTERS`, "module:name", or callables that make a router without arguments; a mapping names
+            them.
+        executor: any `concurrent.futures.Executor`, on this machine or on several. None: runs are made here, one after
+            the other. Processes need arguments that can be pickled (no lambda), and backends that are registered there,
             too.
         workers: engines of each run, at least 1.
         trace_block_size: tokens for each hash id.
-        limit: how many requests of each trace are served; None: all.
-        seed: of generated tokens, and of Dynamo's router.
+        limit: number of requests of each trace; None: all.
+        seed: seed of generated tokens, and of Dynamo's router.
         engine: fields of `MockEngineArgs`: `num_gpu_blocks`, `block_size`, `semantics` ...
         **fleet: options of a `Fleet`: `concurrency`, `arrival_speedup`, `stop_ms`, `slo` ...
 
@@ -364,8 +364,8 @@ def sweep(
 
     Raises:
         OSError: a trace cannot be opened.
-        TypeError: an argument is not of its type, or a router has no `pick`.
-        ValueError: an unknown backend or router, one that cannot be made, or an option out of range: before any run.
+        TypeError: an argument has the wrong type, or a router has no `pick`.
+        ValueError: before any run: an unknown backend or router, one that cannot be made, or an option out of range.
     """
     chosen = SweepSettings(workers, trace_block_size, limit, seed, dict(engine or {}), fleet)
     cases = sweep_cases(traces, backends, routers, chosen)

@@ -1,7 +1,7 @@
 """Scenario files: steps on mock engines and their expected results, in YAML.
 
-`reading.py` makes `Scenario` values of a file, `player.py` plays one on a `RouterHarness`, `writing.py` writes one.
-The plugin collects the files as tests; `load_scenarios` gives them to a test of your own, with an index of your own.
+`reading.py` reads `Scenario` values from a file, `player.py` plays one on a `RouterHarness`, `writing.py` writes one.
+The plugin collects the files as tests; `load_scenarios` loads them for your own test, with your own index.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
 
 def __getattr__(name: str) -> Any:
-    """Load what is asked for: the plugin is loaded with every run of pytest, and needs none of it."""
+    """Load a name on first use: the plugin is loaded in every run of pytest, and needs none of them."""
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,4 +1,4 @@
-"""What stands in the fields of a scenario file: numbers, tokens, blocks, workers; each read and checked from a node."""
+"""Readers of the fields of a scenario file: numbers, tokens, blocks, workers. Each reads a node and checks it."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from pytest_kvmock.values.prompt_keys import PromptKeys
 from pytest_kvmock.values.strict_yaml import YamlNode, boolean, integer, list_of, nullable, number, plain, string
 
 MOST_TOKENS: Final = 1_000_000
-"""How many tokens a range or a count may have: a few characters must not fill the memory."""
+"""Most tokens of a range or a count: a few characters must not fill the memory."""
 
 MOST_SINKS: Final = 256
-"""How many sinks of one's own there may be; their ids are from 2**16 on."""
+"""Most sinks of a scenario; their ids start at 2**16."""
 
 _GROUPS: Final = {
     "sglang": (
@@ -37,13 +37,13 @@ _GROUPS: Final = {
     ),
     "reasoning": ("start_thinking_token_id", "end_thinking_token_id", "thinking_ratio"),
 }
-"""The fields of an engine that are mappings, and what is in them."""
+"""The fields of an engine that are mappings, with their keys."""
 
 _RANGE: Final = re.compile(r"(0|[1-9][0-9]{0,19})\.\.(0|[1-9][0-9]{0,19})")
 
 
 def read_natural(node: YamlNode) -> int:
-    """A number of 64 bits."""
+    """Read an unsigned number of 64 bits."""
     number = integer(node)
     if not 0 <= number < 2**64:
         raise node.wrong_type("an integer from 0 to 2**64 - 1")
@@ -51,7 +51,7 @@ def read_natural(node: YamlNode) -> int:
 
 
 def read_published(node: YamlNode) -> int:
-    """A block as an event names it: SGLang's names are signed."""
+    """Read a block's name in an event; SGLang's names are signed."""
     number = integer(node)
     if not -(2**63) <= number < 2**64:
         raise node.wrong_type("an integer from -2**63 to 2**64 - 1")
@@ -59,7 +59,7 @@ def read_published(node: YamlNode) -> int:
 
 
 def read_change(node: YamlNode) -> tuple[int, int]:
-    """A level or priority before and after, as [0, 1]."""
+    """Read a level or priority before and after, such as [0, 1]."""
     parts = node.elements(read_natural) if isinstance(node.value, list) else []
     if len(parts) != 2:
         raise node.wrong_type("[before, after]")
@@ -67,7 +67,7 @@ def read_change(node: YamlNode) -> tuple[int, int]:
 
 
 def read_worker(node: YamlNode) -> WorkerName:
-    """A worker by its id, or a rank of one as [id, rank]."""
+    """Read a worker, given by its id, or a rank of one as [id, rank]."""
     parts = node.elements(integer) if isinstance(node.value, list) else [integer(node), 0]
     most = FIRST_SINK_WORKER + MOST_SINKS - 1
     if len(parts) != 2 or not 0 <= parts[0] <= most or parts[1] < 0:
@@ -76,13 +76,13 @@ def read_worker(node: YamlNode) -> WorkerName:
 
 
 def read_worker_or_rank(node: YamlNode) -> int | WorkerName:
-    """A worker by its id, for all its ranks, or one rank of it as [id, rank]."""
+    """Read a worker, given by its id for all its ranks, or one rank as [id, rank]."""
     worker = read_worker(node)
     return worker if isinstance(node.value, list) else worker[0]
 
 
 def read_count(node: YamlNode) -> int:
-    """How many tokens."""
+    """Read a number of tokens."""
     number = integer(node)
     if not 0 <= number <= MOST_TOKENS:
         raise node.wrong_type(f"an integer from 0 to {MOST_TOKENS}")
@@ -90,7 +90,7 @@ def read_count(node: YamlNode) -> int:
 
 
 def read_capacity(node: YamlNode) -> int:
-    """How many blocks."""
+    """Read a number of blocks."""
     number = integer(node)
     if number < 1:
         raise node.wrong_type("an integer of at least 1")
@@ -98,7 +98,7 @@ def read_capacity(node: YamlNode) -> int:
 
 
 def read_numbers(node: YamlNode) -> Numbers:
-    """A number, a range such as `0..15` (both ends included), or a list of these."""
+    """Read a number, a range such as `0..15` (both ends included), or a list of these."""
     if isinstance(node.value, list):
         numbers = tuple(chain.from_iterable(node.elements(read_numbers)))
         if (count := sum(map(len, numbers))) > MOST_TOKENS:
@@ -122,7 +122,7 @@ def read_numbers(node: YamlNode) -> Numbers:
 
 
 def read_block(node: YamlNode) -> int | str:
-    """A full block by its hash, or a partial one by a name."""
+    """Read a full block, given by its hash, or a partial one by its name."""
     if isinstance(node.value, str) and node.value:
         return node.value
     if is_integer(node.value):
@@ -131,12 +131,12 @@ def read_block(node: YamlNode) -> int | str:
 
 
 def read_cached_block(node: YamlNode) -> int | str:
-    """Read a block as `read_block` does, whatever engine has it."""
+    """Read a block like `read_block`, but of any engine."""
     return read_published(node) if isinstance(node.value, int) else read_block(node)
 
 
 def read_lineage(node: YamlNode) -> tuple[int, int | None, int]:
-    """The parts of a lineage hash."""
+    """Read the parts of a lineage hash."""
     parts = node.elements(nullable(read_natural))
     if len(parts) != 3 or parts[0] is None or parts[2] is None:
         raise node.wrong_type("[sequence hash, parent sequence hash or null, position]")
@@ -144,14 +144,14 @@ def read_lineage(node: YamlNode) -> tuple[int, int | None, int]:
 
 
 def check_one_of(node: YamlNode, *keys: str) -> None:
-    """Make sure that exactly one of these keys of a mapping is there."""
+    """Check that a mapping has exactly one of these keys."""
     given = [key for key in keys if key in node.value]
     if len(given) != 1:
         raise node.error(f"exactly one of {', '.join(keys)} is needed")
 
 
 def read_tier(node: YamlNode) -> StorageTier:
-    """A storage tier by its name."""
+    """Read a storage tier, given by its name."""
     if not isinstance(node.value, str):
         raise node.wrong_type(", ".join(TIER_NAMES))
     if node.value not in TIER_NAMES:
@@ -160,7 +160,7 @@ def read_tier(node: YamlNode) -> StorageTier:
 
 
 def read_tier_blocks(node: YamlNode) -> dict[str, int]:
-    """How many blocks a sink has in each tier below the device, by the names of the tiers."""
+    """Read a sink's number of blocks in each tier below the device, by tier name."""
     below = {name: tier for name, tier in TIER_NAMES.items() if tier is not StorageTier.DEVICE}
     given = node.fields(dict.fromkeys(below, read_capacity))
     if len({below[name] for name in given}) < len(given):
@@ -169,7 +169,7 @@ def read_tier_blocks(node: YamlNode) -> dict[str, int]:
 
 
 def read_residency(node: YamlNode) -> Residency:
-    """How a sink counts copies."""
+    """Read how a sink counts copies."""
     for residency in RESIDENCIES:
         if node.value == residency:
             return residency
@@ -177,7 +177,7 @@ def read_residency(node: YamlNode) -> Residency:
 
 
 def read_milliseconds(node: YamlNode) -> float:
-    """A moment, or a time, in milliseconds."""
+    """Read a point in time, or a duration, in milliseconds."""
     value = number(node)
     if not 0 <= value < math.inf:
         raise node.wrong_type("a number of at least 0 (milliseconds)")
@@ -185,7 +185,7 @@ def read_milliseconds(node: YamlNode) -> float:
 
 
 def read_output(node: YamlNode) -> int:
-    """How many tokens a request of an engine generates."""
+    """Read the number of tokens that an engine's request generates."""
     count = read_count(node)
     if not count:
         raise node.wrong_type(f"an integer from 1 to {MOST_TOKENS}")
@@ -193,13 +193,13 @@ def read_output(node: YamlNode) -> int:
 
 
 def read_engine(node: YamlNode, **more: Callable[[YamlNode], Any]) -> dict[str, Any]:
-    """Fields of `MockEngineArgs`, each checked by itself.
+    """Read fields of `MockEngineArgs`, each checked by itself.
 
     Args:
-        node: a mapping of them.
-        more: what reads other keys that may be there.
+        node: a mapping of the fields.
+        more: readers of further keys that are allowed.
     """
-    from pytest_kvmock.engines.schedulers.args import BEYOND_HOST, check_beyond_host  # for files that have them
+    from pytest_kvmock.engines.schedulers.args import BEYOND_HOST, check_beyond_host  # imported on first use
 
     if isinstance(node.value, dict):
         for name in BEYOND_HOST:
@@ -215,12 +215,12 @@ def read_engine(node: YamlNode, **more: Callable[[YamlNode], Any]) -> dict[str, 
 
 
 def _engine_readers() -> dict[str, Callable[[YamlNode], Any]]:
-    """What reads each field of `MockEngineArgs`."""
+    """Return a reader for each field of `MockEngineArgs`."""
     from pytest_kvmock.engines.schedulers.args import MockEngineArgs
 
     def read(name: str, one: YamlNode) -> Any:
         if name in _GROUPS:
-            one.fields(dict.fromkeys(_GROUPS[name], plain))  # an unknown key has its own place
+            one.fields(dict.fromkeys(_GROUPS[name], plain))  # the error for an unknown key names its place
         value = plain(one)
         given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value}
         MockEngineArgs(**given)
@@ -230,7 +230,7 @@ def _engine_readers() -> dict[str, Callable[[YamlNode], Any]]:
 
 
 def read_extra(node: YamlNode) -> dict[str, Any]:
-    """What travels with an event, by the names of the wire."""
+    """Read the extra fields of an event, by their names on the wire."""
     return node.entries(plain)
 
 
@@ -242,7 +242,7 @@ OF_A_SINK: Final[dict[str, Callable[[YamlNode], Any]]] = {
     "hash": string,
     "seed": string,
 }
-"""How a sink is made, of the step that is its first: arguments of `make_sink`."""
+"""Readers of the arguments of `make_sink`, which the first step of a sink may have."""
 
 PROMPT_KEYS: Final[dict[str, Callable[[YamlNode], Any]]] = {
     "lora_name": string,
@@ -250,7 +250,7 @@ PROMPT_KEYS: Final[dict[str, Callable[[YamlNode], Any]]] = {
     "multimodal": list_of(plain),
     "session_id": string,
 }
-"""The readers of what a prompt carries in addition to its tokens."""
+"""Readers of the keys that a prompt carries in addition to its tokens."""
 
 
 ARGUMENTS: Final[Mapping[Argument, Callable[[YamlNode], Any]]] = {
@@ -267,14 +267,14 @@ ARGUMENTS: Final[Mapping[Argument, Callable[[YamlNode], Any]]] = {
     "ms": read_milliseconds,
     "ms or null": nullable(read_milliseconds),
 }
-"""What reads an argument of an operation."""
+"""Readers of the arguments of an operation."""
 
 IN_FILES: Final[Mapping[str, type[Operation]]] = {each.kind: each for each in OPERATIONS if each.takes is not None}
-"""The operations that are steps of scenario files, by the names of these."""
+"""The operations that are steps of scenario files, by the names of the steps."""
 
 
 def check_keys(node: YamlNode, given: dict[str, Any]) -> None:
-    """Check a prompt's keys, which may not be given with hashes that include them."""
+    """Check a prompt's keys; hashes include them, so both may not be given."""
     keys = {name: given[name] for name in PROMPT_KEYS if name in given}
     try:
         naming = PromptKeys(**keys).naming
@@ -285,14 +285,14 @@ def check_keys(node: YamlNode, given: dict[str, Any]) -> None:
 
 
 def read_true(node: YamlNode) -> bool:
-    """`true`, the only value that is allowed."""
+    """Read `true`, the only allowed value."""
     if node.value is not True:
         raise node.wrong_type("true")
     return True
 
 
 def check_event(node: YamlNode, given: dict[str, Any]) -> None:
-    """Make sure that an event has what belongs to its kind, and no more."""
+    """Check that an event has the fields of its kind, and no others."""
     check_one_of(node, "stored", "removed", "located", "updated", "cleared")
     for key in ("parent", "local_hashes", "token_ids", "span", "block_size"):
         if key in given and "stored" not in given:
@@ -313,7 +313,7 @@ def check_event(node: YamlNode, given: dict[str, Any]) -> None:
 
 
 def _span(node: YamlNode, given: dict[str, Any]) -> int:
-    """How many blocks the span of a sparse Stored has."""
+    """Return the number of blocks in the span of a sparse Stored."""
     for key, other in (("span", "block_size"), ("block_size", "span")):
         if other not in given:
             raise node.key_error(key, f"{key!r} and {other!r} belong together")

@@ -1,6 +1,6 @@
-"""Plays a scenario on a harness, step by step, and stops at the first line that is not so.
+"""Plays a scenario on a harness, step by step, and stops at the first expectation that is not met.
 
-One subject: what each step does, and what each expectation looks at.
+This module defines what each step does, and what each expectation checks.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.strict_yaml import Place
 
 REFUSALS: Final = (OutOfBlocks, RequestError, EngineStalled, WouldWait, SlotsLost, ValueError, TypeError)
-"""What a step raises that cannot be done as the file has it (a `MoveError` is a ValueError)."""
+"""Errors of a step that cannot be done as written (a `MoveError` is a ValueError)."""
 
 
 FIRST: Final = (0, 0)
-"""The worker that a step is about by default."""
+"""The default worker of a step."""
 
 
-class ScenarioFailure(AssertionError):  # noqa: N818 - the file is not an error, what came of it is
-    """Something that a scenario expects is not so. The first line of the message begins with file and line.
+class ScenarioFailure(AssertionError):  # noqa: N818 - the name says what failed
+    """An expectation of a scenario is not met. The first line of the message begins with file and line.
 
     Attributes:
         place: the expectation, or the step that was refused.
@@ -67,19 +67,17 @@ class ScenarioFailure(AssertionError):  # noqa: N818 - the file is not an error,
 
 
 def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] = (), errors_fail: bool = True) -> None:
-    """Play a scenario on a harness of your own, with an index of your own perhaps.
+    """Play a scenario on your own harness, optionally with your own index.
 
     Args:
-        harness: on what. It must be fresh, and have the fields of `Scenario.profile`.
-        scenario: what to play.
-        allow: rules that may be broken without consequence, besides those of the scenario.
-        errors_fail: an event error that a step does not expect fails there; else it is left to whoever judges the
-            harness.
+        harness: the harness. It must be new, and have the fields of `Scenario.profile`.
+        scenario: the scenario to play.
+        allow: rules that may be broken without consequence, in addition to those of the scenario.
+        errors_fail: whether an unexpected event error fails at its step; if not, it is left to the harness's own check.
 
     Raises:
         ValueError: the harness has another profile than the scenario, or no index where it needs one.
-        ScenarioFailure: something that it expects is not so, a step was refused, or an event error came that it does
-            not expect.
+        ScenarioFailure: an expectation is not met, a step was refused, or an unexpected event error came.
     """
     __tracebackhide__ = True
     for field, wanted in scenario.profile.items():
@@ -97,16 +95,16 @@ def play(harness: RouterHarness, scenario: Scenario, *, allow: Collection[str] =
 
 
 class _After(NamedTuple):
-    """What there is to look at after a step."""
+    """The values that expectations can check after a step."""
 
-    manager_of: Callable[[], KvManager]  # called where blocks are looked at only: a worker may be a name for events
+    manager_of: Callable[[], KvManager]  # called only to check blocks: a worker may exist only as a name in events
     engine_of: Callable[[], MockEngine]  # as above
     answer: Any
     events: list[RouterEvent]
 
 
 class _Player:
-    """What is known while a scenario is played: requests and partial blocks by name, and what was looked at before."""
+    """The state while a scenario is played: requests and partial blocks by name, and the events checked so far."""
 
     def __init__(
         self, harness: RouterHarness, allow: frozenset[str], engine: Mapping[str, Any], *, errors_fail: bool
@@ -115,7 +113,7 @@ class _Player:
         self._allow = allow
         self._errors_fail = errors_fail
         self._interpreter = Interpreter(harness)
-        self._workers: dict[str, WorkerName] = {}  # of each request
+        self._workers: dict[str, WorkerName] = {}  # by request
         self._partials: dict[str, UUID] = {}
         self._engine_fields = engine
         self._engines: set[WorkerName] = set()  # the sinks made with these arguments
@@ -163,7 +161,7 @@ class _Player:
         return answer
 
     def _judge(self, step: Step) -> None:
-        """Compare the problems that are new with those that the step expects; a warning may come unexpected."""
+        """Compare the new problems with those that the step expects; unexpected warnings are allowed."""
         __tracebackhide__ = True
         events = self._harness.events
         fresh, self._judged = events.problems[self._judged :], len(events.problems)
@@ -172,7 +170,7 @@ class _Player:
         if expected is None:
             errors = [problem for problem in new if problem.is_error]
             if self._errors_fail and (errors := events.unwaived(errors)):
-                errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # it is reported here, only once
+                errors[0].expected_by = Expectation(events, errors[0].rule, 1)  # reported here, and only once
                 raise ScenarioFailure(step.place, f"{errors[0].rule}\n\n{problem_text(errors[0])}")
             return
         have = [problem.rule for problem in new]
@@ -186,7 +184,7 @@ class _Player:
     # ------------------------------------------------------------------------------------------------- actions
 
     def _worker_of(self, given: Mapping[str, Any]) -> WorkerName:
-        """Which worker a step is about."""
+        """Return the worker of a step."""
         name = given.get("request")
         if name in self._workers:
             return self._workers[name]
@@ -194,13 +192,13 @@ class _Player:
         return worker if isinstance(worker, tuple) else FIRST
 
     def _worker(self, worker: WorkerName, backend: str | None = None) -> KvWorker:
-        """The worker of an id; in a file, ids from 2**16 on are of sinks."""
+        """Return the worker with an id; in a file, ids from 2**16 on are sinks."""
         if worker[0] >= FIRST_SINK_WORKER:
             raise ValueError(f"a worker id is an integer from 0 to {FIRST_SINK_WORKER - 1} here, got {worker[0]}")
         return self._harness.worker(worker[0], dp_rank=worker[1], backend=backend)
 
     def _engine(self, worker: WorkerName, **fields: Any) -> MockEngine:
-        """The engine of a worker, made by the scenario's arguments and these."""
+        """Return the engine of a worker, made with the scenario's fields and these."""
         self._worker(worker)
         if worker in self._engines and not fields:
             return self._harness.engine(worker[0], dp_rank=worker[1])
@@ -209,7 +207,7 @@ class _Player:
         return engine
 
     def _operate(self, kind: type[Operation], given: Mapping[str, Any]) -> Any:
-        """Do the operation that a step asks for."""
+        """Do the operation of a step."""
         name, worker = given.get("request"), given.get("worker", FIRST)
         if issubclass(kind, OnWorker):
             if name is not None:
@@ -234,7 +232,7 @@ class _Player:
         return answer
 
     def _check_whose(self, step: OnRequest) -> None:
-        """Make sure that an operation is of the kind of request that it is about: a worker's, or an engine's."""
+        """Check that an operation fits its kind of request, a worker's or an engine's."""
         request = self._request(str(step.name))
         of_engine = step.name in self._interpreter.submitted
         if of_engine != isinstance(step, Abort):
@@ -242,14 +240,14 @@ class _Player:
             raise RequestError(f"{step.kind} on a request that is {whose}; it is {request.status}")
 
     def _check_known(self, worker: int) -> None:
-        """Check that a worker or a sink has that id."""
+        """Check that a worker or a sink has this id."""
         known = {made.worker_id for made in self._harness.workers.values()}
         known |= {entry.event.worker_id for entry in self._harness.events}
         if worker not in known:
             raise ValueError(f"there is no worker {worker}; there are: {', '.join(map(str, sorted(known))) or 'none'}")
 
     def _request(self, name: str) -> Any:
-        """A request of a worker or of an engine."""
+        """Return a request of a worker or of an engine."""
         known = {**self._interpreter.requests, **self._interpreter.submitted}
         if name not in known:
             names = [str(each) for each in known if isinstance(each, str)]
@@ -258,7 +256,7 @@ class _Player:
         return known[name]
 
     def _check_free(self, name: str) -> None:
-        """Make sure that no open request has a name."""
+        """Check that no open request has this name."""
         requests, submitted = self._interpreter.requests, self._interpreter.submitted
         is_open = name in requests and requests[name].status in ("running", "preempted")
         if is_open or (name in submitted and submitted[name].is_open):
@@ -328,7 +326,7 @@ class _Player:
         self._harness.inside.lost_batches(*worker, range(first, first + count), observed)
 
     def _make_sinks(self, worker: WorkerName, given: Mapping[str, Any]) -> None:
-        """Make the sink that a step is about, if it is its first."""
+        """Make the sink of a step, if this is its first step."""
         while worker[0] - FIRST_SINK_WORKER >= self._sinks:
             self._harness.make_sink(**{key: given[key] for key in OF_A_SINK if key in given})
             self._sinks += 1
@@ -352,7 +350,7 @@ class _Player:
     def _look_events(wanted: list[dict[str, Any]], after: _After) -> tuple[Any, Any]:
         padded = [*wanted, *({} for _ in after.events)]
         have = [_as_expected(event, like) for event, like in zip(after.events, padded, strict=False)]
-        if have != wanted:  # the message includes the tiers below the device, expected or not
+        if have != wanted:  # the message names tiers below the device, expected or not
             for fields, event in zip(have, after.events, strict=True):
                 if event.storage_tier is not StorageTier.DEVICE:
                     fields.setdefault("tier", event.storage_tier.value)
@@ -374,11 +372,11 @@ class _Player:
         return wanted, self._as_written(after.manager_of().inactive_blocks())
 
     def _as_written(self, blocks: Iterable[Block]) -> list[Any]:
-        """Blocks as the file calls them: partial ones have names there."""
+        """Return blocks as the file writes them: partial blocks by their names."""
         names: dict[Block, str] = {uuid: name for name, uuid in self._partials.items()}
         return [names.get(block, block) for block in blocks]
 
-    def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - as its likes
+    def _look_overlap(self, wanted: dict[str, Any], after: _After) -> tuple[Any, Any]:  # noqa: ARG002 - like the others
         prompt = {key: value for key, value in wanted.items() if key not in ("workers", "tier")}
         tier = wanted.get("tier", StorageTier.DEVICE)
         return wanted["workers"], self._harness.overlap(_prompt(prompt), tier)
@@ -387,7 +385,9 @@ class _Player:
         return wanted, {name: self._as_it_is(name, like) for name, like in wanted.items()}
 
     def _as_it_is(self, name: str, like: Mapping[str, Any]) -> dict[str, Any]:
-        """What a request is, in the fields that `like` has; None for what one of a worker does not have."""
+        """Return the state of a request in the fields of `like`; None for a field that a worker's request does not
+        have.
+        """
         try:
             request = self._request(name)
         except ValueError as error:
@@ -405,7 +405,7 @@ def _expanded(numbers: Numbers) -> list[int]:
 
 
 def _prompt(given: Mapping[str, Any]) -> Prompt:
-    """A prompt as it is written; `num_tokens` is a number already."""
+    """Return the prompt that a step has."""
     keys = {name: given[name] for name in PROMPT_KEYS if name in given}
     if "tokens" in given:
         return Prompt(_expanded(given["tokens"]), **keys)
@@ -417,12 +417,12 @@ def _sorted(blocks: Any) -> list[Any]:
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of an event as they are written: the tier by its name."""
+    """Return the fields of an event as the file writes them, with the tier's name."""
     return {key: value.value if isinstance(value, StorageTier) else value for key, value in fields.items()}
 
 
 def _as_expected(event: RouterEvent, like: Mapping[str, Any]) -> dict[str, Any]:
-    """An event as the file would have it, with the fields that `like` has."""
+    """Return an event as the file would write it, with the fields of `like`."""
     data = event.event.data
     if isinstance(data, Cleared):
         fields: dict[str, Any] = {"cleared": True}

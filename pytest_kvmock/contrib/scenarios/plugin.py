@@ -1,6 +1,4 @@
-"""Scenario files as pytest sees them: files that are collected as tests, and files that are written of
-reproductions.
-"""
+"""Scenario files in pytest: files that are collected as tests, and files that are written from reproductions."""
 
 from __future__ import annotations
 
@@ -42,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(trylast=True)  # after the core has read its settings
 def pytest_configure(config: pytest.Config) -> None:
-    """Collect scenario files, and write them, where that is wanted."""
+    """Register the collector and the writer of scenario files, if they are configured."""
     command_line, ini = read_options(config, OPTIONS)
     if "save_scenario" in command_line:
         directory = command_line["save_scenario"]
@@ -62,13 +60,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 class ScenarioWriter:
-    """The plugin that writes each reproduction as a scenario file; registered where a directory is given."""
+    """The plugin that writes each reproduction as a scenario file; registered if a directory is given."""
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
 
     def pytest_kvmock_reproduction(self, item: pytest.Item, reproduction: Reproduction) -> str:
-        """Write it, and say where it is, or why it cannot be written."""
+        """Write the reproduction; return its path, or why it cannot be written."""
         return _save(item, reproduction, self._directory)
 
 
@@ -88,7 +86,7 @@ def _save(item: pytest.Item, found: Reproduction, directory: str) -> str:
         return f"not saved: a scenario flushes the index after each step, and this needs sync={found.sync!r}"
     if found.clears != "rank":
         return f"not saved: a scenario file cannot set clears, and this needs {found.clears!r}"
-    # A test has one file, so that the workers of pytest-xdist do not collide.
+    # Each test has one file, so that workers of pytest-xdist do not collide.
     path = Path(directory, re.sub(r"[^\w.-]+", "-", item.nodeid).strip("-") + ".kv.yaml")
     target = item.config.invocation_params.dir / path
     try:

@@ -1,4 +1,4 @@
-"""From a scenario file to `Scenario` values. One subject: whatever is wrong is one error with file, line and column."""
+"""Reads `Scenario` values from a scenario file. Any mistake in it is one error with file, line and column."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ def load_scenarios(path: Path | str, name: str | None = None) -> list[Scenario]:
     """Read a scenario file.
 
     Args:
-        path: where it is.
-        name: how messages name it; as `path` if None.
+        path: path of the file.
+        name: its name in messages; None: `path`.
 
     Returns:
         Its scenarios, in the order of the file.
 
     Raises:
-        YamlError: it cannot be read, or has what no scenario has. The message has file, line and column.
+        YamlError: the file cannot be read, or is not a valid scenario file. The message has file, line and column.
     """
     path = Path(path)
     document = read_yaml(path, name)
@@ -106,7 +106,7 @@ def _scenarios(node: YamlNode) -> dict[str, tuple[YamlNode, dict[str, Any]]]:
 
 
 def _profile(node: YamlNode) -> tuple[str | None, Mapping[str, Any]]:
-    """The name of an engine profile, or fields of one, with the name of another as `base` perhaps."""
+    """Read the name of an engine profile, or fields of one, optionally with the name of another as `base`."""
     if isinstance(node.value, str):
         return node.value, {}
     fields = node.fields({"base": string, **FIELDS})
@@ -114,8 +114,8 @@ def _profile(node: YamlNode) -> tuple[str | None, Mapping[str, Any]]:
 
 
 def _stores(node: YamlNode) -> Mapping[str, Any]:
-    """The stores that workers share, as `kvmock(stores=...)` takes them."""
-    from pytest_kvmock.values.shared_stores import read_stores  # for files that have them
+    """Read the stores that workers share, as `kvmock(stores=...)` takes them."""
+    from pytest_kvmock.values.shared_stores import read_stores  # imported on first use
 
     given: dict[str, Any] = plain(node)
     node.read(lambda _: read_stores(given))
@@ -145,7 +145,7 @@ _COMMON: Final[Mapping[str, Reader]] = {
 
 
 def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), short: str = "") -> Reader:
-    """Make a reader of an action's arguments; `short` is the one that may stand alone."""
+    """Make a reader of an action's arguments; `short` is the argument that may be given alone."""
 
     def read(node: YamlNode) -> dict[str, Any]:
         if short and not isinstance(node.value, dict):
@@ -156,7 +156,7 @@ def _mapping(readers: Mapping[str, Reader], required: tuple[str, ...] = (), shor
 
 
 def _prompt(readers: Mapping[str, Reader], required: tuple[str, ...] = ()) -> Reader:
-    """Make a reader of arguments among which there is a prompt, by tokens or by hashes."""
+    """Make a reader of arguments that include a prompt, by tokens or by hashes."""
     own = {"tokens": read_numbers, "hashes": read_numbers, "num_tokens": read_count, **PROMPT_KEYS}
     both = _mapping({**own, **readers}, required)
 
@@ -198,14 +198,14 @@ def _event(node: YamlNode) -> dict[str, Any]:
 
 
 def _engine(node: YamlNode) -> dict[str, Any]:
-    """A worker, and fields of its engine."""
+    """Read a worker, and fields of its engine."""
     given = read_engine(node, worker=read_worker)
     worker = {"worker": given.pop("worker")} if "worker" in given else {}
     return {**worker, "fields": given}
 
 
 def _fault(node: YamlNode) -> dict[str, Any]:
-    """One fault by its name, with its arguments: `lose`, `{lose: 1}` or `{lose: {n: 1, kind: stored}}`."""
+    """Read one fault, given by its name and arguments: `lose`, `{lose: 1}` or `{lose: {n: 1, kind: stored}}`."""
     if isinstance(node.value, str):
         return {"fault": node.read(lambda one: check_fault(one.value)), "arguments": ()}
     if not isinstance(node.value, dict) or len(node.value) != 1:
@@ -221,13 +221,13 @@ def _fault(node: YamlNode) -> dict[str, Any]:
 
 
 def _argument(node: YamlNode) -> Any:
-    """An argument of a fault; a worker and rank is a list."""
+    """Read an argument of a fault; a worker and rank is a list."""
     value = plain(node)
     return tuple(value) if isinstance(value, list) else value
 
 
 def _operation(kind: type[Operation]) -> Reader:
-    """Make a reader of the step that asks for an operation."""
+    """Make a reader of the step of an operation."""
     takes = kind.takes or {}
     readers = {name: ARGUMENTS[argument] for name, argument in takes.items() if argument != "prompt"}
     if "prompt" in takes:
@@ -244,7 +244,7 @@ def _operation(kind: type[Operation]) -> Reader:
 
 
 def _operations(first: str | None = None, until: str | None = None) -> dict[str, Reader]:
-    """What reads the operations from one to another, by the names of their steps."""
+    """Return readers of a range of operations, by the names of their steps."""
     names = [*IN_FILES]
     start = 0 if first is None else names.index(first)
     end = len(names) if until is None else names.index(until)
@@ -288,14 +288,14 @@ _ACTIONS: Final[Mapping[str, Reader]] = {
     ),
     "fault": _fault,
 }
-"""What a step can do, and what reads its arguments."""
+"""The actions of a step, with the readers of their arguments."""
 
 
 # ---------------------------------------------------------------------------------------------------- expectations
 
 
 def _how_many(reader: Reader) -> Reader:
-    """Make a reader that takes a number in place of the blocks themselves."""
+    """Make a reader that also takes the number of blocks in place of the blocks."""
 
     def read(node: YamlNode) -> Any:
         return integer(node) if isinstance(node.value, int) else reader(node)
@@ -346,7 +346,7 @@ def _overlap(node: YamlNode) -> dict[str, Any]:
 
 
 def _request(node: YamlNode) -> dict[str, Any]:
-    """What a request is: its status, or more of it."""
+    """Read the expected state of a request: its status, or several fields."""
     if not isinstance(node.value, dict):
         return {"status": _status(node)}
     given = node.fields({"status": _status, **dict.fromkeys(REQUEST_COUNTS, integer)})
@@ -381,7 +381,7 @@ _EXPECTATIONS: Final[Mapping[str, Reader]] = {
     "metrics": _metrics,
     "problems": list_of(_rule),
 }
-"""What can be expected of a step, and what reads it. They are looked at in the order of the file."""
+"""The expectations of a step, with their readers. They are checked in the order of the file."""
 
 
 def _expectations(node: YamlNode) -> tuple[WorkerName | None, dict[str, Expected]]:

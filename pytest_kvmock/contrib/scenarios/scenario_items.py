@@ -1,6 +1,6 @@
-"""Scenario files (`*.kv.yaml`) as tests, collected where the ini setting `kvmock_scenarios` matches.
+"""Scenario files (`*.kv.yaml`) as tests, collected if the ini setting `kvmock_scenarios` matches.
 
-Each scenario is a test for each backend of its matrix, judged like any other test (`verdict.py`).
+Each scenario is one test for each backend of its matrix, with the same verdict as any other test (`verdict.py`).
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ SUFFIX: Final = ".kv.yaml"
 
 
 class ScenarioCollector:
-    """The plugin that collects them; registered where the setting is there.
+    """The plugin that collects scenario files; registered if the setting is given.
 
     Args:
-        globs: patterns of paths relative to the root directory, as `fnmatch` has them: `*` stands for folders, too. A
-            pattern without a slash is of the file's name.
+        globs: `fnmatch` patterns of paths relative to the root directory; `*` also matches slashes. A pattern without a
+            slash matches the file's name.
     """
 
     def __init__(self, globs: Sequence[str]) -> None:
@@ -53,7 +53,7 @@ class ScenarioCollector:
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
-        """Deselect cases that the command line leaves out of the matrix."""
+        """Deselect cases that the command line removes from the matrix."""
         deselected = [item for item in items if isinstance(item, ScenarioItem) and not item.is_wanted]
         if deselected:
             items[:] = [item for item in items if item not in deselected]
@@ -64,10 +64,10 @@ class ScenarioFile(pytest.File):
     """One scenario file."""
 
     def collect(self) -> Iterable[ScenarioItem]:
-        """Make a test of each scenario and backend.
+        """Make a test for each scenario and backend.
 
         Raises:
-            pytest.Collector.CollectError: the file is wrong; one line with file, line and column.
+            pytest.Collector.CollectError: the file is invalid; the message is one line with file, line and column.
         """
         try:
             scenarios = load_scenarios(self.path, _shown(self.path, self.config))
@@ -95,7 +95,7 @@ class ScenarioFile(pytest.File):
             mark = None if scenario.backends is None else pytest.mark.kv_backends(*scenario.backends).mark
             settings = self.config.stash[SETTINGS]
             default = default_backends(settings.command_line.get("backends", ()))
-            # Those that the command line leaves out are made, too, so that pytest counts them as deselected.
+            # Cases that the command line removes are made, too, so that pytest counts them as deselected.
             everything = resolve_matrix(known, default, {}, () if mark is None else (mark,), settings.ini)
             wanted = matrix_of(self.config, () if mark is None else (mark,))
             for name in everything:
@@ -113,7 +113,7 @@ class ScenarioItem(pytest.Item):
     """One scenario over one backend.
 
     Attributes:
-        is_wanted: whether the command line leaves its backend in the matrix.
+        is_wanted: whether the command line keeps its backend in the matrix.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class ScenarioItem(pytest.Item):
         self._backend = backend
 
     def runtest(self) -> None:
-        """Play it. The verdict on its events comes when it is over, as for other tests."""
+        """Play the scenario. The verdict on its events comes afterwards, as for other tests."""
         if self._scenario.needs_index:
             pytest.skip(
                 "it needs the index under test: play(kv_harness, load_scenarios(path)[0]), in a test that has it"
@@ -162,7 +162,7 @@ class ScenarioItem(pytest.Item):
         play(harness, self._scenario, allow=policy.allow, errors_fail=policy.event_errors == "fail")
 
     def repr_failure(self, excinfo: pytest.ExceptionInfo[BaseException], style: Any = None) -> Any:
-        """Show the lines of the file instead of ours; with --full-trace, ours as well."""
+        """Show the lines of the file instead of our code; with --full-trace, show our code."""
         error = excinfo.value
         if isinstance(error, ScenarioFailure) and not self.config.getoption("fulltrace", False):
             first, _, rest = str(error).partition("\n")
@@ -171,7 +171,7 @@ class ScenarioItem(pytest.Item):
         return super().repr_failure(excinfo, style)
 
     def reportinfo(self) -> tuple[Path, int, str]:
-        """Return its file, line (from 0) and name."""
+        """Return file, line (from 0) and name."""
         return self.path, self._scenario.place.line - 1, self.name
 
 
@@ -179,7 +179,7 @@ def _profile(scenario: Scenario, config: pytest.Config) -> EngineProfile:
     """Return the profile that a `kvmock` marker with the same keys would give.
 
     Raises:
-        ValueError: an unknown profile, or fields that are out of range together.
+        ValueError: the profile is unknown, or the fields together are out of range.
     """
     settings = config.stash[SETTINGS]
     keywords = dict(scenario.profile)
@@ -189,13 +189,13 @@ def _profile(scenario: Scenario, config: pytest.Config) -> EngineProfile:
 
 
 def _shown(path: Path, config: pytest.Config) -> str:
-    """A file as messages name it: relative to where pytest was called, where it is below."""
+    """Return a path for messages: relative to the invocation directory if it is below that."""
     home = config.invocation_params.dir
     return str(path.relative_to(home)) if path.is_relative_to(home) else str(path)
 
 
 def _excerpt(path: Path, place: Place, around: int = 1) -> list[str]:
-    """The lines of a file around a place, which has a mark."""
+    """Return the lines of a file around a place, which is marked."""
     lines = path.read_text(encoding="utf-8").splitlines()
     first = max(0, place.line - 1 - around)
     return [

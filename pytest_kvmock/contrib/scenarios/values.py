@@ -13,21 +13,21 @@ WorkerName: TypeAlias = tuple[int, int]
 
 
 Numbers: TypeAlias = tuple[range, ...]
-"""Numbers as they are written, one range after the other: a few characters must not fill the memory."""
+"""Numbers as written, a sequence of ranges: a few characters must not fill the memory."""
 
 
 STATUSES: Final = ("waiting", "running", "preempted", "finished", "rejected", "aborted", "lost")
-"""What a request may be."""
+"""The states of a request."""
 
 REQUEST_COUNTS: Final = ("cached_tokens", "generated_tokens", "preemptions")
-"""What else can be expected of one; all but the first of an engine's alone."""
+"""Further values of a request that can be expected; all but the first only of an engine's request."""
 
 METRICS: Final = ("running", "waiting", "arriving", "active_blocks", "preemptions")
-"""What can be expected of an engine, in addition to its time."""
+"""Values of an engine that can be expected, in addition to its time."""
 
 
 class Expected(NamedTuple):
-    """One thing that has to be so after a step, and where it stands."""
+    """One expectation after a step, and its place in the file."""
 
     place: Place
     value: Any
@@ -38,11 +38,11 @@ class Step:
     """One action and its expected results.
 
     Attributes:
-        place: where it stands.
-        action: what is done: "use", "prefill", ...; "" where something is only looked at.
+        place: its place in the file.
+        action: the action: "use", "prefill", ...; "" for a step with expectations only.
         given: its arguments by name.
-        expected: what has to be so afterwards, by name, in the order in which it is looked at.
-        worker: whose blocks and events `expected` is about; None for the one that the step is about.
+        expected: the expectations by name, in the order in which they are checked.
+        worker: the worker of `expected`; None: the worker of the step.
     """
 
     place: Place
@@ -58,16 +58,16 @@ class Scenario:
 
     Attributes:
         name: its name in the file.
-        place: where it begins.
-        steps: what is done, in order.
-        base: name of the engine profile that it builds on; None for the default one.
-        profile: fields of the profile that are laid over that.
+        place: its place in the file.
+        steps: the steps, in order.
+        base: name of the engine profile that it builds on; None: the default one.
+        profile: fields that override this profile.
         engine: fields of `MockEngineArgs` for the engines of its workers; see `RouterHarness`.
-        backends: names of the backends that it runs over; None for the default matrix.
+        backends: names of the backends that it runs over; None: the default matrix.
         allow: rules that may be broken without consequence.
-        backends_at: where those stand.
-        needs_index: it is about an index under test, so that it must be played on a harness that has one.
-        engine_at: where those of `engine` stand.
+        backends_at: place of `backends` in the file.
+        needs_index: whether it must be played on a harness with an index under test.
+        engine_at: place of `engine` in the file.
         stores: the stores that its workers share; see `RouterHarness`.
     """
 

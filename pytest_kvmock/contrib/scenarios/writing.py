@@ -1,4 +1,4 @@
-"""From a reproduction to a scenario file."""
+"""Writes a reproduction as a scenario file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 
 def scenario_text(program: Reproduction, name: str) -> str:
-    """The text of a scenario file that does what a reproduction does, and fails for the same rule.
+    """Return the text of a scenario file that does the steps of a reproduction, and fails with the same rule.
 
-    Where an index under test takes part, it must be played in a test that has that index (`needs_index`).
+    If an index under test takes part, the scenario must be played in a test with this index (`needs_index`).
 
     Args:
         program: the reproduction.
@@ -49,7 +49,7 @@ def scenario_text(program: Reproduction, name: str) -> str:
     size = program.profile.block_size
     done = _events(program) if program.level == "events" else (step.yaml(size) for step in program.operations)
     steps = [*_world(program), *done]
-    if not program.breach.is_error:  # otherwise a warning would pass
+    if not program.breach.is_error:  # without this a warning would pass
         steps[-1]["expect"] = {"problems": []}
     document["scenarios"] = {name: {"steps": steps}}
     # Each leaf is one line; other nodes are blocks.
@@ -119,7 +119,7 @@ def _event(event: RouterEvent, program: Reproduction) -> dict[str, Any]:
 
 
 def _of_a_sink(worker_id: int, program: Reproduction, *, chained: bool) -> dict[str, Any]:
-    """What a step says of the sink whose it is, as its first one may make it."""
+    """Return the arguments of a step's sink, as the first step of a sink makes it."""
     written: dict[str, Any] = {}
     if worker_id >= FIRST_SINK_WORKER:
         sink = program.sinks[worker_id - FIRST_SINK_WORKER]

@@ -1,7 +1,7 @@
-"""The sets of vectors of hybrid models: which models, what two engines of each serve, and what is asked for.
+"""The sets of vectors of hybrid models: the models, the requests of two engines of each, and the queries.
 
-vLLM publishes a Stored for each cache group of such a model. What the attention group holds is the most that an index
-may answer, and what the engine would reuse the least.
+vLLM publishes a Stored for each cache group of such a model. The right answers of an index range from the blocks that
+the engine would reuse to those that the attention group holds.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.dialect import Dialect
 
 PROFILE: Final = EngineProfile(block_size=4, num_blocks=72, workers=2)
-"""Of all sets. A window of gpt-oss has 32 tokens then, and a prompt has up to 88."""
+"""The profile of all sets. A window of gpt-oss has 32 tokens in it, and a prompt up to 88."""
 
 _STEPS: Final = 36
 _VOCABULARY: Final = 30_000
 
 
 def hybrid_engines(dialect: Dialect) -> dict[str, BackendSpec]:
-    """The engines of hybrid models that write a dialect, by the names of their sets: of vLLM's newest, with hashes of
-    64 bits.
+    """Return the engines of hybrid models that write a dialect, by the names of their sets; only vLLM's newest dialect,
+    with hashes of 64 bits, has any.
 
-    gpt-oss has a window before its attention group, Qwen3-Next states. Kimi-K3 has MLA, and hashes of half a block, so
-    that a prompt's tail has its own name and a hit may end within a block. In the last one the attention group comes
-    first, so that its blocks are evicted before those of the window.
+    gpt-oss has a window before its attention group, and Qwen3-Next has states. Kimi-K3 has MLA, and hashes of half a
+    block, so that a prompt's tail has its own name and a hit may end within a block. In the last engine the attention
+    group comes first, so that its blocks are evicted before those of the window.
     """
     vllm = backend_spec("vllm")
     if not dialect.mocks_groups or speaker_of(dialect) is not vllm:
@@ -48,7 +48,7 @@ def hybrid_engines(dialect: Dialect) -> dict[str, BackendSpec]:
 
 
 def about_engine(spec: BackendSpec) -> dict[str, Any]:
-    """The facts of an engine that no event has and an index needs, and its groups, as the index of vectors has them."""
+    """Return the facts of an engine that an index needs but no event has, and its groups, for `index.json`."""
     sizes = {"num_blocks": PROFILE.num_blocks, "block_size": PROFILE.block_size}
     manager: Any = spec.make(**sizes, dp_rank=0, sink=None)
     geometry = manager.geometry
@@ -66,13 +66,13 @@ def about_engine(spec: BackendSpec) -> dict[str, Any]:
 
 
 class HybridStep(NamedTuple):
-    """What a worker does, and the prompts that are asked for after it; each ends within a block.
+    """An action of a worker, and the prompts that are queried after it; each ends within a block.
 
     Attributes:
-        worker: which.
-        prompts: what it serves, each while those before it are still open; none: its cache is cleared.
-        outputs: tokens that each generates.
-        asked: the prompts.
+        worker: the worker.
+        prompts: the prompts that it serves, each while the earlier ones are still open; none: its cache is cleared.
+        outputs: tokens that each request generates.
+        asked: the queried prompts.
     """
 
     worker: int
@@ -82,10 +82,11 @@ class HybridStep(NamedTuple):
 
 
 def hybrid_steps(seed: str) -> Iterator[HybridStep]:
-    """Yield what two workers do: documents with several questions, prompts that branch, chats in turns, two at a time.
+    """Yield the actions of two workers: documents with several questions, prompts that branch, chats in turns, two at a
+    time.
 
     Args:
-        seed: of the traffic.
+        seed: seed of the traffic.
     """
     rng = Random(seed)  # noqa: S311 - mock data
     size = PROFILE.block_size
@@ -97,7 +98,7 @@ def hybrid_steps(seed: str) -> Iterator[HybridStep]:
             yield HybridStep(0, (), (), tuple(Prompt(_within(chat, size, rng)) for chat in chats[-3:]))
             continue
         before = rng.choice(chats[-6:]) if chats and rng.random() < 0.75 else _fresh(size * rng.randint(8, 16), rng)
-        if rng.random() < 0.5:  # a branch; else the next turn
+        if rng.random() < 0.5:  # a branch; otherwise the next turn
             before = before[: rng.randrange(len(before) // 2, len(before))]
         tokens = _within([*before[: longest - 5 * size], *_fresh(size * rng.randint(1, 3), rng)], size, rng)
         outputs = tuple(_fresh(rng.choice((0, 0, 3, 2 * size)), rng))
@@ -106,16 +107,16 @@ def hybrid_steps(seed: str) -> Iterator[HybridStep]:
         turn = [*tokens, *outputs, *_fresh(size, rng)]
         branch = chats[rng.randrange(len(chats))]
         branch = [*branch[: rng.randrange(size, len(branch))], *_fresh(size, rng)]
-        earlier = rng.sample(chats[-9:], min(len(chats), 3))  # some of them are evicted in part
+        earlier = rng.sample(chats[-9:], min(len(chats), 3))  # some of them are partly evicted
         asked = tuple(Prompt(_within(each, size, rng)) for each in (tokens, turn, branch, *earlier))
         yield HybridStep(worker, prompts, outputs, asked)
 
 
 def _within(tokens: list[int], size: int, rng: Random) -> list[int]:
-    """Tokens that end within a block."""
+    """Return tokens that end within a block."""
     return tokens if len(tokens) % size else [*tokens, *_fresh(rng.randrange(1, size), rng)]
 
 
 def _fresh(count: int, rng: Random) -> list[int]:
-    """`count` tokens."""
+    """Return `count` random tokens."""
     return [rng.randrange(_VOCABULARY) for _ in range(count)]

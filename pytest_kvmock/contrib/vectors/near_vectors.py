@@ -1,9 +1,8 @@
 """The set `near` of vectors: blocks whose names, and tokens whose local hashes, agree in a part that a truncating index
 keeps.
 
-Two engines that name blocks as they like; their events are written by hand, as no engine comes to such hashes by
-itself. In Dynamo's dialects blocks have Dynamo's names all the same: the first block of a prompt is named by its local
-hash.
+Two engines have arbitrary block names; their events are written by hand, as no engine produces such hashes. In Dynamo's
+dialects blocks still have Dynamo's names: the name of a prompt's first block is its local hash.
 """
 
 from __future__ import annotations
@@ -22,13 +21,13 @@ _SIGN: Final = 2**63
 
 
 class NearStep(NamedTuple):
-    """An event of a worker, and the prompts that are asked for after it.
+    """An event of a worker, and the prompts that are queried after it.
 
     Attributes:
-        worker: which worker publishes it.
+        worker: the worker that publishes it.
         data: the event.
-        tokens: of a Stored, the tokens of each block.
-        asked: the prompts.
+        tokens: for a Stored, the tokens of each block.
+        asked: the queried prompts.
     """
 
     worker: int
@@ -41,8 +40,8 @@ def near_steps(dialect: Dialect, block_size: int) -> Iterator[NearStep]:
     """Yield the events of two workers, and the queries.
 
     Args:
-        dialect: how it is written.
-        block_size: tokens a block.
+        dialect: the dialect of the events.
+        block_size: tokens per block.
     """
     for number, kept in enumerate(TRUNCATIONS):
         first, second = token_pair(block_size, kept)
@@ -73,12 +72,12 @@ def near_steps(dialect: Dialect, block_size: int) -> Iterator[NearStep]:
 
 
 def _written(name: int, dialect: Dialect) -> int:
-    """A block hash as an engine has it whose dialect writes signed ones."""
+    """Return a block hash as written in a dialect; some dialects write signed hashes."""
     return name - 2 * _SIGN if dialect.hashes == "signed" and name >= _SIGN else name
 
 
 class NamedBlocks(BlockHasher):
-    """A hasher, for dialects of whole digests: the last 64 bits of a digest are the name that a block was given.
+    """A hasher for dialects with whole digests: the last 64 bits of a digest are the given name of the block.
 
     Args:
         steps: the events that name the blocks.
@@ -97,18 +96,18 @@ class NamedBlocks(BlockHasher):
         return False
 
     def digests(self, tokens: Sequence[int], block_size: int, position: int, parent: bytes | None) -> list[bytes]:  # noqa: ARG002 - as BlockHasher
-        """The digests of whole blocks."""
+        """Return the digests of whole blocks."""
         blocks = (tuple(tokens[at : at + block_size]) for at in range(0, len(tokens), block_size))
         return [sum(block).to_bytes(24, "big") + self._names[block].to_bytes(8, "big") for block in blocks]
 
     def name(self, digest: bytes) -> int:
-        """The name of a block by its digest."""
+        """Return the name of a block from its digest."""
         return int.from_bytes(digest[-8:], "big")
 
     def looking_ahead(self, lookahead: int) -> BlockHasher:  # noqa: ARG002 - as BlockHasher
-        """This one: the blocks have their own names."""
+        """Return this hasher: the blocks have given names."""
         return self
 
     def of_event(self, extra: EventExtra, position: int) -> BlockHasher:  # noqa: ARG002 - as BlockHasher
-        """The hasher of blocks that carry more: the same."""
+        """Return the hasher of blocks with extra keys: this one."""
         return self

@@ -1,18 +1,20 @@
-"""Vectors for routers in other languages: what engines send in each dialect, and what an index must answer after it.
+"""Vectors for routers in other languages: the events that engines send in each dialect, and the answers required of an
+index.
 
-A folder a dialect, with
+Each dialect has a folder with
 
 - `worker-0.msgpack`, `worker-1.msgpack` (`.jsonl` in Dynamo's dialects): the batches of an engine, one after the other;
-- `batches.jsonl`: in which order they arrive: worker, rank, number, file, first byte, how many bytes, how many events;
-- `queries.jsonl`: after how many of those batches a prompt is asked for, its token ids, and how many of its leading
-  blocks each worker holds;
+- `batches.jsonl`: the batches in order of arrival: worker, rank, number, file, first byte, number of bytes, number of
+  events;
+- `queries.jsonl`: the queries: the number of batches before each, the token ids of its prompt, and the leading blocks
+  that each worker holds;
 - `capture.jsonl`: the same events as a capture, which `check` reads.
 
-In folders inside it more sets, of the same files: `ranks`, of engines with two data-parallel ranks, `near`, of hashes
-that agree in a part, `keys`, of prompts with what the dialect can carry of an adapter, a salt and multimodal items; and
-in vLLM's newest dialect sets of hybrid models.
+Its subfolders have more sets of the same files: `ranks` with two data-parallel ranks per engine, `near` with hashes
+that agree in a part, `keys` with prompts that carry the adapter, salt and multimodal items which the dialect can
+express, and in vLLM's newest dialect sets of hybrid models.
 
-One subject: a set of vectors, from its traffic to its files.
+This module makes a set of vectors, from its traffic to its files.
 """
 
 from __future__ import annotations
@@ -54,8 +56,8 @@ _VOCABULARY: Final = 30_000
 _ADAPTERS: Final = ("adapter-a", "adapter-b")
 _SALTS: Final = ("tenant-1", "tenant-2")
 _IMAGES: Final = (("1c" * 32, 2), ("2d" * 32, 5))
-"""Identifiers as vLLM's, 64 hexadecimal digits, each with its offset: two of one image are two blocks to vLLM, and
-one to Dynamo."""
+"""Identifiers in vLLM's form, 64 hexadecimal digits, each with its offset: the same image at two offsets makes two
+blocks in vLLM, and one in Dynamo."""
 
 README: Final = """\
 # Vectors of KV events
@@ -100,10 +102,10 @@ class Query:
     """A prompt, and the answer required of an index.
 
     Attributes:
-        after: how many batches have arrived.
-        prompt: what is asked for.
+        after: number of batches that have arrived.
+        prompt: the queried prompt.
         blocks: its leading blocks by worker and rank.
-        reusable: of a hybrid model, tokens that each worker would reuse.
+        reusable: for a hybrid model, the tokens that each worker would reuse.
     """
 
     after: int
@@ -112,12 +114,12 @@ class Query:
     reusable: dict[Any, int] | None = None
 
     def line(self, block_size: int, *, ranks: bool, keyed: bool) -> dict[str, Any]:
-        """The query as its file has it.
+        """Return the query as a line of its file.
 
         Args:
-            block_size: tokens a block.
-            ranks: with the answer of each rank.
-            keyed: with what the prompt carries.
+            block_size: tokens per block.
+            ranks: whether to include the answer of each rank.
+            keyed: whether to include the keys that the prompt carries.
         """
         overlap: dict[str, int] = {}
         by_rank: dict[str, dict[str, int]] = {}
@@ -143,11 +145,11 @@ class _Set:
     """One set of vectors of a dialect.
 
     Attributes:
-        name: of its folder in that of the dialect; empty: the folder of the dialect itself.
+        name: name of its subfolder; empty: the folder of the dialect itself.
         ranks: data-parallel ranks of each engine.
         keys: what prompts may carry.
-        near: two engines that publish hashes which agree in a part.
-        engine: a hybrid model's, in place of the one that writes the dialect.
+        near: whether two engines publish hashes that agree in a part.
+        engine: the engine of a hybrid model, in place of the dialect's usual engine.
     """
 
     name: str = ""
@@ -158,7 +160,7 @@ class _Set:
 
 
 class _Collector:
-    """A sink that writes the events of one worker in a dialect, and notes when each batch of a rank came."""
+    """A sink that writes the events of one worker in a dialect, and records the arrival of each batch of a rank."""
 
     def __init__(self, worker: int, wire: KvWire, arrivals: list[tuple[int, int, int]]) -> None:
         self._worker, self._wire, self._arrivals = worker, wire, arrivals
@@ -175,7 +177,7 @@ class _Collector:
         self._pending.append(RouterEvent(self._worker, event, storage_tier, token_ids, extra))
 
     def flush(self) -> None:
-        """Make a batch a rank of what was published since the last one, as an engine's step does."""
+        """Make a batch for each rank from the events since the last one, as an engine's step does."""
         pending, self._pending = self._pending, []
         before = len(self._wire.batches)
         with self._wire.step():
@@ -193,12 +195,12 @@ def write_vectors(
     seed: int = 0,
     progress: Callable[[str], object] | None = None,
 ) -> list[str]:
-    """Write vectors into a directory; what stood there under the same names is replaced.
+    """Write vectors into a directory; files with the same names are replaced.
 
     Args:
-        directory: where; it is made if there is none.
-        dialects: names of dialects; None for all that have an event for an emptied cache.
-        seed: of the traffic. The same seed gives the same bytes.
+        directory: the directory; created if missing.
+        dialects: names of dialects; None: all that have an event for an emptied cache.
+        seed: seed of the traffic. The same seed gives the same bytes.
         progress: called with the name of each dialect before it is written.
 
     Returns:
@@ -206,7 +208,7 @@ def write_vectors(
 
     Raises:
         CaptureError: a file cannot be written.
-        ValueError: an unknown dialect, or one that has no event that says that all is gone.
+        ValueError: a dialect is unknown, or has no event for an emptied cache.
         ImportError: msgspec is not installed.
     """
     home = Path(directory)
@@ -232,7 +234,7 @@ def write_vectors(
 
 
 def _write_dialect(home: Path, dialect: Dialect, seed: int) -> dict[str, Any]:
-    """Write the folder of a dialect; return what the index says of it."""
+    """Write the folder of a dialect; return its entry in `index.json`."""
     spec = speaker_of(dialect)
     keys = _keys_carried(spec, dialect)
     about = {"name": dialect.name, "models": dialect.models, "engine": spec.models, "hashes": dialect.hashes}
@@ -248,7 +250,7 @@ def _write_dialect(home: Path, dialect: Dialect, seed: int) -> dict[str, Any]:
 
 
 def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, seed: int) -> dict[str, Any]:
-    """Write a set into its folder; return which files it has, and how much is in them."""
+    """Write a set into its folder; return the names of the workers' files, and the numbers of batches and queries."""
     engine = {"backend": spec.name, "models": spec.models, "dialect": dialect.name}
     profile = (_PROFILE if which.engine is None else HYBRID_PROFILE).replace(seed=seed, dp_size=which.ranks)
     with CaptureFile(home / "capture.jsonl", header(engine, seed)) as file:
@@ -294,7 +296,7 @@ def _write_set(home: Path, which: _Set, spec: BackendSpec, dialect: Dialect, see
 
 
 def _keys_carried(spec: BackendSpec, dialect: Dialect) -> tuple[str, ...]:
-    """What prompts may carry so that the engine names blocks by it and a router can read it in the dialect."""
+    """Return the keys of prompts that the engine's block names depend on, and that a router can read in the dialect."""
     fields = {*(field.name for field in dialect.stored), *dialect.metadata}
     on_wire = {
         "lora_name": "lora_name" in fields,
@@ -306,8 +308,8 @@ def _keys_carried(spec: BackendSpec, dialect: Dialect) -> tuple[str, ...]:
 
 
 def _digests(spec: BackendSpec, dialect: Dialect, which: _Set) -> dict[int, StreamDigests]:
-    """What a dialect of whole digests needs; they follow from the engine's options alone, or from the names of
-    blocks.
+    """Return the digests that a dialect with whole digests needs; they follow from the engine's options, or from the
+    given block names.
     """
     if dialect.hashes != "bytes":
         return {}
@@ -317,14 +319,14 @@ def _digests(spec: BackendSpec, dialect: Dialect, which: _Set) -> dict[int, Stre
 
 
 def _manager(spec: BackendSpec, dp_rank: int) -> Any:
-    """A manager of one block, which is asked what its engine does."""
+    """Return a manager of one block, to read the traits of its engine."""
     return spec.make(num_blocks=1, block_size=_PROFILE.block_size, dp_rank=dp_rank, sink=None)
 
 
 def _traffic(
     harness: RouterHarness, collectors: Sequence[_Collector], arrivals: Sequence[Any], rng: Random, which: _Set
 ) -> list[Query]:
-    """Have the engines serve prompts that share prefixes, and evict; ask for some of them after each step."""
+    """Let the engines serve prompts that share prefixes, and evict; query some of them after each step."""
     size = harness.profile.block_size
     queries: dict[tuple[object, ...], Query] = {}
     prompts: list[Prompt] = []
@@ -367,7 +369,7 @@ def _traffic(
 def _near_traffic(
     harness: RouterHarness, dialect: Dialect, collectors: Sequence[_Collector], arrivals: Sequence[Any]
 ) -> list[Query]:
-    """Have the engines publish hashes that agree in a part; ask for prompts of both after each event."""
+    """Let the engines publish hashes that agree in a part; query prompts of both after each event."""
     size = harness.profile.block_size
     sinks = [harness.make_sink(worker_id=worker, chained=False) for worker in range(len(collectors))]
     queries = []
@@ -383,7 +385,7 @@ def _near_traffic(
 def _hybrid_traffic(
     harness: RouterHarness, collectors: Sequence[_Collector], arrivals: Sequence[Any], seed: str
 ) -> list[Query]:
-    """Have engines of a hybrid model serve; ask after each step what is held, and what would be reused."""
+    """Let engines of a hybrid model serve; query after each step the held blocks and the reusable tokens."""
     size = harness.profile.block_size
     queries: dict[tuple[object, ...], Query] = {}
     for step in hybrid_steps(seed):
@@ -404,9 +406,10 @@ def _hybrid_traffic(
 
 
 def _serve_twice(worker: KvWorker, ask: Callable[[Prompt], None], prompt: Prompt, rng: Random) -> None:
-    """Have two requests open on one prompt, and evict what each leaves; then one that continues it. Ask after each.
+    """Open two requests on one prompt, and evict the blocks that each leaves; then serve a prompt that continues it.
+    Query after each step.
 
-    vLLM computes the last block of the second one again, and publishes a copy; other engines share the block.
+    vLLM computes the last block of the second request again, and publishes a copy; other engines share the block.
     """
     num_blocks, size = worker.manager.num_blocks, worker.manager.block_size
     requests = [worker.prefill(prompt), worker.prefill(prompt)]
@@ -423,15 +426,15 @@ def _serve_twice(worker: KvWorker, ask: Callable[[Prompt], None], prompt: Prompt
 
 
 def _fresh(count: int, rng: Random) -> list[int]:
-    """`count` tokens."""
+    """Return `count` random tokens."""
     return [rng.randrange(_VOCABULARY) for _ in range(count)]
 
 
 def _with_keys(tokens: list[int], before: Prompt, able: Collection[str], rng: Random) -> Prompt:
-    """A prompt with some of what it may carry; as often as not, with what the one carries whose tokens it shares.
+    """Return a prompt with some keys; half of the time, with those of the prompt whose tokens it shares.
 
-    Those that share tokens have one adapter: SGLang up to 0.5.22 names the blocks of two the same, so that no index
-        can say which is held.
+    Prompts that share tokens have the same adapter: SGLang up to 0.5.22 gives the blocks of two adapters the same
+    names, so that no index can tell which one is held.
     """
     if not able:
         return Prompt(tokens)
@@ -451,7 +454,7 @@ def _with_keys(tokens: list[int], before: Prompt, able: Collection[str], rng: Ra
 
 
 def _with_one_key_less(prompt: Prompt) -> Iterator[Prompt]:
-    """For each thing that a prompt carries, the prompt without it: a router must keep them apart."""
+    """Yield the prompt without each of its keys: a router must keep these prompts apart."""
     given = {} if prompt.keys is None else prompt.keys.given
     for left_out in given:
         yield Prompt(prompt.tokens, **{key: value for key, value in given.items() if key != left_out})

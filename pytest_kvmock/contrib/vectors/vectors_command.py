@@ -8,7 +8,7 @@ from typing import Any
 
 
 def _directory(text: str) -> str:
-    """Return a directory that was given; an empty one would be that where one is."""
+    """Return the given directory; refuse an empty one, which `Path` would take for the current directory."""
     if not text:
         raise argparse.ArgumentTypeError("a path is expected, got ''")
     return text

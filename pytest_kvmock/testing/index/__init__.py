@@ -1,1 +1,1 @@
-"""The contract of an index, and the streams that it is given."""
+"""The contract of an index, and the event streams that the index is given."""

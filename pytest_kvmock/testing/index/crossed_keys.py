@@ -1,6 +1,6 @@
-"""What a router index must tell apart where prompts carry several keys at once.
+"""Blocks that a router index must tell apart when prompts carry several keys at once.
 
-Adapters, salts and images, each with each, and names that look ahead.
+Adapters, salts and images in every combination, and block names that look ahead.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ _Keys: TypeAlias = Mapping[str, Any]
 
 _CROSSED: Final[Mapping[str, tuple[Any, Any]]] = {
     "lora_name": ("tenant-a", "tenant-b"),
-    "cache_salt": ("salt-a", "salt-b"),  # not the name of an adapter, which vLLM would hash like it
+    "cache_salt": ("salt-a", "salt-b"),  # different from the adapters' names: vLLM would hash equal ones alike
     "multimodal": ([("1c" * 32, 0, 1)], [("2d" * 32, 0, 1)]),
 }
 
 
 def _each_with_each(names: Sequence[str]) -> list[_Keys]:
-    """Each choice of these keys: none, or one of its two values, of each."""
+    """Return every combination of these keys: for each key no value, or one of its two."""
     values = ((None, *_CROSSED[name]) for name in names)
     return [
         {name: value for name, value in zip(names, chosen, strict=True) if value is not None}
@@ -34,7 +34,7 @@ def _each_with_each(names: Sequence[str]) -> list[_Keys]:
 
 
 class CrossedKeys(DistinctBlocks, DraftStreams):
-    """The part of `IndexContract` that is about tenants with several keys."""
+    """The part of `IndexContract` about tenants with several keys."""
 
     def test_keys_are_told_apart_each_with_each(self) -> None:
         """Prompts of the same tokens share no block unless adapter, salt and images are all the same.
@@ -45,7 +45,7 @@ class CrossedKeys(DistinctBlocks, DraftStreams):
             self._expect_none_shared(index, crossed)
 
     def test_keys_are_told_apart_where_names_look_ahead(self) -> None:
-        """The same of engines with a draft model, whose events carry the keys, too."""
+        """The same with a draft model: events carry the keys, and names look ahead."""
         self._start_drafts()
         for pairs in (False, True):
             for index, crossed in self._start_crossed():
@@ -54,10 +54,10 @@ class CrossedKeys(DistinctBlocks, DraftStreams):
                 self._expect_none_shared(index, crossed)
 
     def _start_crossed(self) -> Iterator[tuple[IndexDriver, list[_Keys]]]:
-        """Start an index for each form in which engines of `backends` publish keys, with each choice of the keys that
-        they name blocks by.
+        """Start an index for each form in which engines of `backends` publish keys; yield it with all combinations of
+        the keys that the block names depend on.
 
-        The test is skipped where the index is asked by tokens alone, or no engine names blocks by two kinds of keys.
+        The test is skipped if look-ups take no `extra`, or no engine names blocks by two kinds of keys.
         """
         index = self._start()
         if not index.index.plain.takes_extra:
@@ -81,7 +81,7 @@ class CrossedKeys(DistinctBlocks, DraftStreams):
             yield index, _each_with_each(names)
 
     def _expect_none_shared(self, index: IndexDriver, crossed: Sequence[_Keys]) -> None:
-        """Let worker 0 hold each choice but the last, and one more worker each of them; look up all."""
+        """Store each combination on a worker of its own, and all but the last on worker 0; look up all of them."""
         __tracebackhide__ = True
         for number, keys in enumerate(crossed, 1):
             index.store("ab", number, keys=keys, then="c")

@@ -1,5 +1,5 @@
-"""What a router index must tell apart, as tests: hashes and tokens that are nearly the same, and prompts that carry
-other keys.
+"""Tests of what a router index must tell apart: hashes and tokens that are nearly the same, and prompts with different
+keys.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from pytest_kvmock.values.events import RouterEvent
 from pytest_kvmock.values.programs.near_hashes import TRUNCATIONS
 
 _IMAGES: Final = ("1c" * 32, "2d" * 32)
-"""Identifiers of multimodal items as vLLM's, 64 hexadecimal digits."""
+"""Identifiers of multimodal items in vLLM's form, 64 hexadecimal digits."""
 
 
 _Tokens: TypeAlias = tuple[int, ...]
 
 
 def _near_tokens(block_size: int) -> list[tuple[_Tokens, _Tokens]]:
-    """Pairs of different blocks, by tokens, that are one block to an index that keeps too little of them."""
+    """Return pairs of different blocks, as tokens, that an index confuses if it keeps only a part of each."""
     tokens = tuple(range(1, block_size + 1))
     pairs = [(tokens, tokens[::-1])]  # the order
     if block_size >= 4:
@@ -39,7 +39,7 @@ def _near_tokens(block_size: int) -> list[tuple[_Tokens, _Tokens]]:
 
 
 class DistinctBlocks(OverIndex):
-    """The part of `IndexContract` that is about blocks which are nearly the same."""
+    """The part of `IndexContract` about blocks that are nearly the same."""
 
     def test_local_hashes_are_compared_whole(self) -> None:
         """Blocks whose local hashes agree in 32, 53 or 63 bits are two blocks."""
@@ -70,7 +70,7 @@ class DistinctBlocks(OverIndex):
             index.expect("qb", {})
 
     def test_blocks_of_nearly_the_same_tokens_are_told_apart(self) -> None:
-        """Blocks are different though only the order, counts, split of digits or high bits of their tokens differ."""
+        """Blocks are different even if only the order, counts, split of digits or high bits of their tokens differ."""
         self._specs()  # checks that they allow blocks of this size
         for first, second in _near_tokens(self.block_size):
             index = self._start()
@@ -101,7 +101,7 @@ class DistinctBlocks(OverIndex):
         self._expect_apart({"lora_name": "a", "cache_salt": "b"}, {"lora_name": "b", "cache_salt": "a"})
 
     def test_several_multimodal_items_are_told_apart(self) -> None:
-        """Two images in one block both count, and an image over two blocks counts in both."""
+        """Two images in one block both count, and an image that spans two blocks counts in both."""
         self._specs()
         one, other, third = *_IMAGES, "3e" * 32
         size = self.block_size
@@ -117,8 +117,8 @@ class DistinctBlocks(OverIndex):
             index.expect("abc", {})
 
     def test_multimodal_items_are_told_apart(self) -> None:
-        """Blocks of the same tokens with two images in them, or with none, are different blocks; those before are
-        shared.
+        """Blocks of the same tokens with two different images, or with none, are different blocks; the blocks before
+        the image are shared.
         """
         first, second = ({"multimodal": [(image, 0, 2)]} for image in _IMAGES)
         self._expect_apart(first, second)
@@ -130,7 +130,7 @@ class DistinctBlocks(OverIndex):
             index.expect("abc", {0: 1})
 
     def _expect_apart(self, first: dict[str, Any], second: dict[str, Any]) -> None:
-        """Prompts that carry these, or nothing, share no block."""
+        """Check that prompts with the first keys, with the second, and with none share no block."""
         __tracebackhide__ = True
         for index in self._start_keyed(first):
             index.store("abc", 0, keys=first)
@@ -147,9 +147,9 @@ class DistinctBlocks(OverIndex):
             index.expect("abcd", {1: 2}, keys=second)
 
     def _start_keyed(self, keys: dict[str, Any]) -> Iterator[IndexDriver]:
-        """Start an index once for each form in which the engines of `backends` publish what a prompt carries.
+        """Start an index once for each form in which the engines of `backends` publish a prompt's keys.
 
-        The test is skipped for an index that is asked by tokens alone, and where no engine names blocks by that.
+        The test is skipped if look-ups take no `extra`, or no engine names blocks by these keys.
         """
         index = self._start()
         if not index.index.plain.takes_extra:
@@ -171,7 +171,9 @@ class DistinctBlocks(OverIndex):
             yield index
 
     def _form(self, spec: BackendSpec, keys: dict[str, Any]) -> frozenset[str] | None:
-        """The names under which an engine publishes what a prompt carries; None if it refuses such a prompt."""
+        """Return the names under which an engine publishes these keys; None if it refuses a prompt that carries
+        them.
+        """
         published: list[RouterEvent] = []
         with RouterHarness(EngineProfile(self.block_size, 512), spec) as harness:
             harness.add_sink(published.append)

@@ -11,14 +11,14 @@ from pytest_kvmock.testing.index.index_subject import OverIndex
 
 
 class DraftStreams(OverIndex):
-    """The part of `IndexContract` that is about names that look ahead (vLLM) and pairs (SGLang).
+    """The part of `IndexContract` about names that look ahead (vLLM) and pairs (SGLang).
 
-    An index by local hashes is asked once for each number n of tokens that names look ahead, with windows of n more
-    tokens. One that hashes tokens itself is asked once.
+    An index that is queried by local hashes is queried once for each look-ahead n, with windows of n more tokens. An
+    index that hashes tokens itself is queried once.
     """
 
     def _start_drafts(self) -> IndexDriver:
-        """Start with a new index; the test is skipped where no name of an engine of `backends` looks ahead."""
+        """Start a new index; skip the test if no engine of `backends` has block names that look ahead."""
         index = self._start()
         if not self.reads_drafts and not any(spec.traits.looks_ahead for spec in self._specs()):
             pytest.skip(
@@ -28,7 +28,7 @@ class DraftStreams(OverIndex):
         return index
 
     def test_a_block_that_looks_ahead_is_found_with_its_next_tokens(self) -> None:
-        """A block is found if the next tokens are the same too; the last one of a prompt has none after it."""
+        """A block is found only if its next tokens match too; the last block of a prompt has no next tokens."""
         for ahead in (1, 2):
             index = self._start_drafts()
             index.look_ahead(0, ahead)
@@ -40,7 +40,7 @@ class DraftStreams(OverIndex):
             index.expect("abcde", {0: 4})
 
     def test_a_twin_is_another_block(self) -> None:
-        """Blocks with the same tokens and different next ones coexist, and each is removed by itself."""
+        """Blocks with the same tokens but different next tokens coexist, and each is removed by itself."""
         index = self._start_drafts()
         index.look_ahead(0, 1)
         index.store("ab", then="c")
@@ -55,7 +55,7 @@ class DraftStreams(OverIndex):
         index.expect("abx", {0: 1})
 
     def test_a_page_of_pairs_is_found_with_its_next_token(self) -> None:
-        """SGLang's `token_ids` are pairs of neighbours: the last one has the first token of the next page."""
+        """SGLang's `token_ids` are pairs of neighbours: the last pair of a page has the first token of the next one."""
         index = self._start_drafts()
         index.look_ahead(0, 1, pairs=True)
         index.store("abc", then="d")
@@ -65,7 +65,7 @@ class DraftStreams(OverIndex):
         index.expect("abcd", {0: 2})
 
     def test_workers_look_ahead_each_in_its_own_way(self) -> None:
-        """One prompt is looked up on workers with and without draft models: none hides another."""
+        """A look-up finds a prompt on workers with and without draft models; no worker hides another."""
         index = self._start_drafts()
         for worker, (ahead, pairs) in enumerate(((0, False), (1, False), (1, True), (2, False))):
             index.look_ahead(worker, ahead, pairs=pairs)
@@ -77,7 +77,7 @@ class DraftStreams(OverIndex):
         index.expect("abcd", {0: 3, 1: 1, 2: 1, 3: 1})
 
     def test_a_worker_comes_back_with_other_names(self) -> None:
-        """A worker is removed, or restarts unannounced where `survives` has that. It comes back with another draft
+        """A worker is removed, or restarts unannounced if `survives` has "restart"; it returns with another draft
         model, or without one.
         """
         for goes in ("remove_worker", *(("restart",) if "restart" in self.survives else ())):

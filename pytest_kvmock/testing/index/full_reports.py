@@ -1,8 +1,8 @@
 """Tests of an index under full reports (vLLM's `kv_cache_report_mode`).
 
-A report repeats the blocks that a look-up hit, and looks the same as a copy. So an index that counts copies may find
-too much, one that keeps a set too little, and both are right here. An index is wrong if it ignores Removed, finds less
-than a set, or does not take from a report what lost events had.
+A report repeats the blocks that a look-up hit, and looks the same as a copy. An index that counts copies may therefore
+find too many blocks, and an index that keeps a set too few; both are right here. An index is wrong if it ignores
+Removed, finds fewer blocks than a set would, or does not learn from a report the blocks of lost events.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NOT_ASKED: Final = "full_reports is False: streams of requests that carry full 
 
 
 class FullReports(OverIndex):
-    """The part of `IndexContract` that is about full reports.
+    """The part of `IndexContract` about full reports.
 
     Attributes:
         full_reports: whether the requests of its engines carry `kv_cache_report_mode="full"`.
@@ -43,7 +43,7 @@ class FullReports(OverIndex):
             pytest.skip(_NOT_ASKED)
 
     def test_a_report_is_no_more_than_a_copy(self) -> None:
-        """After a report a block is gone with the first Removed, or the second; never later, and never before."""
+        """After a report, the first or the second Removed of a block removes it: not earlier, and not later."""
         self._skip_unless_asked()
         index = self._start()
         index.store("abc")
@@ -55,7 +55,7 @@ class FullReports(OverIndex):
         index.expect("abc", {0: 2})
 
     def test_a_report_teaches_what_lost_events_had_said(self) -> None:
-        """Blocks whose Stored was lost are found once a report names them, until a Removed does."""
+        """Blocks whose Stored was lost are found from the report that names them until their Removed."""
         self._skip_unless_asked()
         index = self._start()
         index.store("ab")
@@ -66,7 +66,7 @@ class FullReports(OverIndex):
         index.expect("abcd", {0: 3})
 
     def test_reports_of_live_traffic_are_answered_between_set_and_count(self) -> None:
-        """Whatever requests report, an answer lies between that of a set and that of a count."""
+        """Whatever requests report, the answer lies between those of a set and of a count."""
         self._skip_unless_asked()
         exact = dict.fromkeys(("a set", "a count"), True)
         for seed in range(_SEEDS):
@@ -75,7 +75,7 @@ class FullReports(OverIndex):
         print(f"full reports: answered as {bounds or 'none of set and count alone'}")  # noqa: T201 - says which bound
 
     def _follow_reports(self, seed: int, exact: dict[str, bool]) -> None:
-        """Give the index an engine's events in random traffic; compare it with both bounds after each request."""
+        """Apply an engine's events under random traffic; compare the index with both bounds after each request."""
         rng, sink, spec = Random(seed), CapturingSink(), BACKENDS["vllm"]  # noqa: S311 - mock data
         worker = KvWorker(
             lambda given: create_manager(spec, num_blocks=_BLOCKS, block_size=self.block_size, sink=given),

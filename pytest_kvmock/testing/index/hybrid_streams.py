@@ -1,4 +1,4 @@
-"""What a router index promises of the cache groups of a hybrid model, as vLLM publishes them."""
+"""Promises of a router index for the cache groups of a hybrid model, as vLLM publishes them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pytest_kvmock.testing.index.index_driver import IndexDriver
 from pytest_kvmock.testing.index.index_subject import OverIndex
 
 FULL, WINDOW = (1, "full_attention", None), (0, "sliding_window", 8)
-"""Cache groups: number, kind as vLLM calls it, and tokens of the window."""
+"""Cache groups: number, vLLM's name of the kind, and tokens of the window."""
 
 _SPARSE = (
     ("sliding_window", 8),
@@ -16,21 +16,21 @@ _SPARSE = (
     ("mamba", None),
     ("sliding_window_mla", 8),
 )
-"""Kinds of groups that are not an attention group, each with its window."""
+"""Kinds of groups other than attention groups, each with its window."""
 
 _NUMBERS = ((1, 0), (0, 1), (3, 1))
-"""Numbers of the attention group and of a window, on workers that serve several models."""
+"""Numbers of the attention group and the window group, on workers that serve several models."""
 
 
 class HybridStreams(OverIndex):
-    """The part of `IndexContract` that is about cache groups.
+    """The part of `IndexContract` about cache groups.
 
-    An index answers the blocks that the attention group holds. An exact index answers less where a window lacks the
-    blocks that a prompt needs to go on: there, the tests expect a range.
+    An index answers with the blocks that the attention group holds. An exact index answers with fewer where a window
+    lacks the blocks that a prompt needs to resume: there, the tests expect a range.
     """
 
     def _start_hybrid(self) -> IndexDriver:
-        """Start with a new index; the test is skipped where no engine of `backends` publishes cache groups."""
+        """Start a new index; skip the test if no engine of `backends` publishes cache groups."""
         index = self._start()
         if not self.reads_groups and not any(spec.traits.publishes_groups for spec in self._specs()):
             pytest.skip(
@@ -41,7 +41,7 @@ class HybridStreams(OverIndex):
         return index
 
     def test_a_sparse_group_that_lacks_blocks_hides_none(self) -> None:
-        """A window keeps only the last blocks of a prompt; all that the attention group has is found."""
+        """A window keeps only the last blocks of a prompt; all blocks of the attention group are found."""
         index = self._start_hybrid()
         index.store_kept("abcde", "de", WINDOW)
         index.store("abcde", group=FULL)
@@ -51,7 +51,7 @@ class HybridStreams(OverIndex):
         index.expect("abcdefg", {0: 7}, least={0: 5})
 
     def test_what_a_sparse_group_alone_has_is_not_found(self) -> None:
-        """Blocks of a window are not blocks of the attention group, whether all of a span were kept or some."""
+        """Blocks of a window are not blocks of the attention group, whether the window kept a whole span or a part."""
         index = self._start_hybrid()
         index.store("ab", group=WINDOW)
         index.store("ab", group=FULL)
@@ -74,8 +74,8 @@ class HybridStreams(OverIndex):
         index.expect("abcd", {0: 4}, least={})
 
     def test_the_attention_group_may_have_any_number(self) -> None:
-        """Its kind marks it: a window may have number 0 or a later one. Groups publish in the order of their
-        numbers.
+        """The kind identifies the attention group: a window may have number 0 or a later one. Groups publish in the
+        order of their numbers.
         """
         for full, window in ((0, 1), (2, 0), (1, 3)):
             index = self._start_hybrid()
@@ -93,8 +93,8 @@ class HybridStreams(OverIndex):
             index.expect("abcdefg", {0: 6}, least={0: 4})
 
     def test_parents_are_those_of_the_same_group(self) -> None:
-        """A span may begin behind a block that its group does not have: the index neither refuses it nor learns that
-        block from it.
+        """A span may begin after a block that its group does not have: the index neither refuses the span nor adds that
+        block.
         """
         index = self._start_hybrid()
         index.store("ab", group=FULL)
@@ -124,8 +124,8 @@ class HybridStreams(OverIndex):
                 index.expect("abc", {0: 1}, least=least)
 
     def test_workers_number_their_groups_each_in_its_own_way(self) -> None:
-        """A number means another kind on another worker, which may serve another model, or a plain one without
-        groups.
+        """The same number may mean another kind on another worker, which may serve another model, or a plain model
+        without groups.
         """
         index = self._start_hybrid()
         for worker, (full, window) in enumerate(_NUMBERS):
@@ -134,7 +134,7 @@ class HybridStreams(OverIndex):
         plain = len(_NUMBERS)
         index.store("abcd", plain)
         everyone = range(plain + 1)
-        is_exact = index.index.answers_reusable  # missing blocks of windows may only lower its answer for these workers
+        is_exact = index.index.answers_reusable  # missing window blocks may lower its answer, for these workers only
         index.expect("abcd", dict.fromkeys(everyone, 4))
         for worker, (_, window) in enumerate(_NUMBERS):
             index.remove("abcd", "abc", worker=worker, group=(window, *WINDOW[1:]))
@@ -145,7 +145,7 @@ class HybridStreams(OverIndex):
         index.expect("abcd", {**dict.fromkeys(everyone, 3), plain: 2}, least={plain: 2} if is_exact else None)
 
     def test_a_prompts_tail_is_no_block(self) -> None:
-        """Part of a block has its own name and fewer tokens: later events go on from whole blocks."""
+        """A partial block has its own name and fewer tokens; later events continue from whole blocks."""
         index = self._start_hybrid()
         index.store("ab", group=WINDOW)
         index.store("ab", group=FULL)

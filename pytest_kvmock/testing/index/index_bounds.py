@@ -1,4 +1,4 @@
-"""What a bounded router index promises to keep, by the policy that it declares."""
+"""Promises of a bounded router index: which blocks it keeps, by its declared policy."""
 
 from __future__ import annotations
 
@@ -10,23 +10,23 @@ from pytest_kvmock.testing.index.index_driver import IndexDriver
 from pytest_kvmock.testing.index.index_subject import KEEPS, OverIndex
 
 _RUNS, _RUNS_OF_MANY = (10, 2), (3, 1)
-"""How many runs, and how many of these may lose what should be kept: an index may sample what it evicts."""
+"""The number of runs, and how many of them may lose a block that should be kept: an index may evict by sampling."""
 
 _FEW, _LEAST = 1000, 4
-"""The most blocks with many runs, and the fewest with any."""
+"""The largest bound that gets many runs, and the smallest that is tested at all."""
 
 _LOOK_UPS: Final = 100
-"""How often the chain that must stay is looked up, while as many blocks come as an index keeps."""
+"""How often the chain that must stay is looked up while the index is given as many blocks as it keeps."""
 
 _FOUND: Final = 0.8
-"""The share of the newest half of its blocks that a bounded index must find, at least."""
+"""The least share of the newest half of its blocks that a bounded index must find."""
 
 
 class Bounds(OverIndex):
     """The part of `IndexContract` about which blocks a bounded index keeps."""
 
     def test_a_bounded_index_keeps_what_is_looked_up(self) -> None:
-        """With `keeps = "recently_used"`: a chain that is looked up again and again outlives twice as many blocks as
+        """With `keeps = "recently_used"`: a chain that is looked up repeatedly survives twice as many other blocks as
         the index keeps.
         """
         bounded = self._start_keeping("recently_used")
@@ -56,7 +56,9 @@ class Bounds(OverIndex):
         )
 
     def test_a_bounded_index_keeps_what_came_last(self) -> None:
-        """With `keeps`: when twice as many blocks came as it keeps, the newest are at least half of what it keeps."""
+        """With `keeps`: of twice as many blocks as the index keeps, it still finds the newest (80 % of the last half of
+        its bound).
+        """
         bounded = self._start_keeping(*KEEPS)
         index, others = self._start(), self._others(bounded, 0)
         for number, letter in enumerate(others):
@@ -70,17 +72,17 @@ class Bounds(OverIndex):
         )
 
     def _most(self, bounded: int) -> int:
-        """How many blocks the index keeps at most."""
+        """Return the most blocks that the index keeps."""
         return self.bounded_at_most or bounded
 
     def _others(self, bounded: int, seed: int) -> str:
-        """Root blocks, twice as many as it keeps; different ones for each seed."""
+        """Return root blocks, twice as many as the index keeps; each seed gives different ones."""
         count = 2 * self._most(bounded)
         first = 20_000 + seed * count % 10_000
         return "".join(chr(first + number) for number in range(count))
 
     def _start_keeping(self, *policies: str) -> int:
-        """Return the bound; the test is skipped where the index declares none of these policies."""
+        """Return the bound; skip the test if the index declares none of these policies."""
         index: IndexDriver = self._start()
         if self.bounded is None or self.keeps not in policies:
             wanted = " or ".join(f"keeps = {each!r}" for each in policies)

@@ -1,6 +1,6 @@
-"""What every router index promises, as tests for an index's test class to inherit.
+"""The promises of every router index, as tests that an index's test class inherits.
 
-One subject, one class: the promises, each a test.
+One class, with one test for each promise.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from pytest_kvmock.values.events import StorageTier
 _MOST_IN_A_BURST: Final = 100
 
 _HYBRID_MOST: Final = 12
-"""Blocks of the longest prompt for an engine of a hybrid model: more than its window has."""
+"""Blocks of the longest prompt for an engine of a hybrid model: more than its window holds."""
 
 
 class IndexContract(
@@ -45,7 +45,7 @@ class IndexContract(
     ContextParallel,
     ReloadedAdapters,
 ):
-    """Tests that hold for every index, asked by local hashes or by tokens (see `kv_index` for its methods).
+    """Tests that hold for every index, queried by local hashes or by tokens (see `kv_index` for its methods).
 
     A subclass defines `make_index`::
 
@@ -53,7 +53,7 @@ class IndexContract(
             def make_index(self):
                 return MyIndex()
 
-    An index that counts copies for engines that publish them (vLLM) reads that from `traits`::
+    For engines that publish copies (vLLM), an index that counts them reads this from `traits`::
 
         class TestMyIndex(IndexContract):
             backends = tuple(BACKENDS)
@@ -61,61 +61,64 @@ class IndexContract(
             def make_index(self):
                 return MyIndex(count_copies=self.traits.copies)
 
-    An async index needs your loop to run in: define `run`. If the index has a method `size()`, its number of entries
-    must stay bounded over any number of events. If it has `find_tiered` or `match_tiered`, it tells tiers apart: the
-    tests ask it for each tier, with each kind of host that engines of `backends` can have. For vLLM's host it reads
-    how large a chunk is, which no event says, and what a Cleared empties::
+    An async index runs in your loop: define `run`. If the index has a method `size()`, this number of entries must stay
+    bounded over any number of events. If it has `find_tiered` or `match_tiered`, it tells tiers apart: the tests query
+    each tier, with each kind of host that engines of `backends` can have. For vLLM's host, `traits` has the size of a
+    chunk, which no event carries, and what a Cleared empties::
 
         return MyIndex(count_copies=self.traits.copies, chunk=self.traits.chunk, clears_below=self.traits.clears_below)
 
-    If it has `takes_updates = True` and tells tiers apart, it gets TensorRT-LLM's Updated too, and must tell levels
-    apart. If it has `match_tokens(tokens, extra)`, it is asked for prompts with adapters, salts and multimodal items.
-
-    A test of something that the index does not have is skipped, and says what was not checked.
+    If it has `takes_updates = True` and tells tiers apart, it also receives TensorRT-LLM's Updated, and must tell
+    levels apart. If it has `match_tokens(tokens, extra)`, it is queried for prompts with adapters, salts and multimodal
+    items. A test of a feature that the index lacks is skipped; the skip names what was not checked.
 
     Attributes:
-        block_size: tokens a block; by default the least that all of `backends` allow, 4 or more.
-        tells_ranks_apart: whether the index keeps the data-parallel ranks of a worker apart. If it does not, no worker
-            of the contract has more than one.
-        backends: whose traffic the index must follow, by name or as `BackendSpec`s; None: those of the default matrix.
-        clears: what a Cleared empties, as in `RouterHarness`: "rank", or "worker" for all its ranks.
+        block_size: tokens per block; by default the smallest size, 4 or more, that all of `backends` allow.
+        tells_ranks_apart: whether the index keeps the data-parallel ranks of a worker apart. If it does not, each
+            worker of the contract has one rank.
+        backends: the backends whose traffic the index must follow, as names or `BackendSpec`s; None: those of the
+            default matrix.
+        clears: what a Cleared empties, as in `RouterHarness`: "rank", or "worker" for all ranks of the worker.
         survives: the faults that the index must survive: "double" (an event is delivered twice), "restart" (a worker
-            restarts unannounced). The tests of others are skipped, and the skip says so.
-        threads: whether several threads may call it: look-ups, events of different workers, `remove_worker`. If not,
-            these tests are skipped.
-        bounded: how many blocks of all workers an index keeps at least, from 1 to 10,000; it may forget others. It must
-            not find what is not held, nor raise on an event that names a block that it forgot. None: it forgets none.
-        bounded_at_most: how many blocks such an index keeps at most, of all workers together, from `bounded` to
-            100,000, by its `size()`, or without one by what look-ups find; None: not checked.
-        keeps: what such an index keeps: "recently_used" (what was stored or looked up last) or "recently_stored";
+            restarts unannounced). The tests of other faults are skipped, and the skip says so.
+        threads: whether several threads may call the index: look-ups, events of different workers, `remove_worker`. If
+            not, these tests are skipped.
+        bounded: the least number of blocks, over all workers, that a bounded index keeps, from 1 to 10,000; it may
+            forget others. It must not find a block that is not held, nor raise on an event that names a forgotten
+            block. None: it forgets no block.
+        bounded_at_most: the most blocks that a bounded index keeps, over all workers, from `bounded` to 100,000.
+            Measured by its `size()`, or without one by what look-ups find. None: not checked.
+        keeps: which blocks a bounded index keeps: "recently_used" (stored or looked up last) or "recently_stored";
             None: not checked.
-        async_bound: whether a task of the index empties its queue, so that 100,000 events may come before it does;
-            else 20,000 come before a `flush`. It keeps all, or its `dropped()` says how many events it did not keep.
-        reads_groups: whether the index tells cache groups apart, though `backends` names no engine that publishes them.
+        async_bound: whether a task of the index drains its queue, so that 100,000 events may arrive before it runs; if
+            not, 20,000 arrive before a `flush`. The index keeps all events, or its `dropped()` returns how many it
+            dropped.
+        reads_groups: whether the index tells cache groups apart even though `backends` names no engine that publishes
+            them.
         reads_drafts: whether the index reads names that look ahead and pairs, as engines with a draft model publish
-            them, though `backends` names no such engine.
-        one_tier: whether a block counts in any tier, on purpose; such an index does not tell tiers apart.
+            them, even though `backends` names no such engine.
+        one_tier: whether the index counts a block in any tier, on purpose, and does not tell tiers apart.
         names: the backend whose block names the index computes from tokens: "vllm", or a variant with its
-            hash_algorithm and hash_seed. Blocks of the contract have such names, and `backends` is that one by default.
-            None: it reads names from events only.
-        full_reports: whether requests of its engines carry `kv_cache_report_mode="full"`: answers are held to the
-            interval from a set's to a count's, as no rule is exact.
-        dcp: how many pages a block of its engines has: `make_index(block_size)` is given the page once, and events have
-            blocks of `block_size`. 1: not judged.
-        size_blocks: how many blocks the index is given in the tests at production size, at least 1,000; below 20,000
-            look-ups are not timed.
-        tiers: the hosts below the engines of `backends`, each as `kvmock(tiers=...)` takes it, hybrid models and draft
-            models among them; None: below the others one of Dynamo's, and vLLM's in both forms of its events, in
+            hash_algorithm and hash_seed. Blocks of the contract then have such names, and `backends` defaults to this
+                backend. None: the index reads names from events only.
+        full_reports: whether requests of its engines carry `kv_cache_report_mode="full"`: an answer may then lie
+            anywhere from a set's to a count's, as no rule is exact.
+        dcp: pages per block of its engines: `make_index(block_size)` is given the page once, and events have blocks of
+            `block_size`. 1: not judged.
+        size_blocks: number of blocks in the tests at production size, at least 1,000; below 20,000, look-ups are not
+            timed.
+        tiers: the hosts below the engines of `backends`, including hybrid and draft models, each as `kvmock(tiers=...)`
+            takes it. None: below the other engines one of Dynamo's hosts, and vLLM's in both forms of its events, in
             chunks of one block and of two.
-        stores: stores that workers share, as `kvmock(stores=...)` takes them, and `make_index` tells them the index;
-            None if there are none.
-        traits: of the engine that the next index is made for.
+        stores: stores that workers share, as `kvmock(stores=...)` takes them; `make_index` passes them to the index.
+            None: no stores.
+        traits: traits of the engine that the next index is made for.
     """
 
     # ------------------------------------------------------------------------------------------------ stored
 
     def test_a_new_index_is_empty(self) -> None:
-        """A new index answers every look-up with no worker."""
+        """A new index returns no worker for any look-up."""
         index = self._start()
         index.expect("abc", {})
         index.expect("", {})
@@ -134,7 +137,7 @@ class IndexContract(
         index.expect("", {})
 
     def test_a_longer_prompt_is_found_as_far_as_it_is_held(self) -> None:
-        """A look-up counts only whole blocks."""
+        """A look-up stops where the held blocks end, and counts only whole blocks."""
         index = self._start()
         index.store("ab")
         index.expect("abxy", {0: 2})
@@ -164,7 +167,7 @@ class IndexContract(
         index.expect("abcabca", {0: 4})
 
     def test_blocks_that_come_later_belong_below_their_parent(self) -> None:
-        """A chain grows event by event, as it is decoded."""
+        """A chain grows event by event, as in decoding."""
         index = self._start()
         index.store("ab")
         for position, letter in enumerate("cdef", 2):
@@ -190,7 +193,7 @@ class IndexContract(
         index.expect("abcabc", {0: 3})
 
     def test_a_long_prompt_is_found_whole(self) -> None:
-        """A prompt of five hundred blocks is found, stored at once or in pieces."""
+        """A prompt of 500 blocks is found, whether stored at once or in pieces."""
         index = self._start()
         letters = "".join(map(chr, range(1000, 1500)))
         index.store(letters)
@@ -201,7 +204,7 @@ class IndexContract(
     # -------------------------------------------------------------------------------------- several workers
 
     def test_workers_are_kept_apart(self) -> None:
-        """Each worker has what its own events stored."""
+        """Each worker has the blocks that its own events stored."""
         index = self._start()
         index.store("abcd", 0)
         index.store("ab", 1)
@@ -224,7 +227,7 @@ class IndexContract(
         index.expect("abcdef", {0: 1, 1: 6, 2: 3, 3: 2})
 
     def test_ranks_of_a_worker_are_kept_apart(self) -> None:
-        """An index that answers by worker alone answers the most of its ranks."""
+        """An index that answers by worker, not by rank, returns the highest value of its ranks."""
         index = self._start()
         index.store("abcd", 0, rank=1)
         if not self.tells_ranks_apart:
@@ -236,7 +239,7 @@ class IndexContract(
         index.expect("abcd", {(0, 0): 2})
 
     def test_ranks_may_each_have_blocks_of_their_own(self) -> None:
-        """Each of two or three ranks has chains that no other has, below blocks that all have."""
+        """Each of two or three ranks has its own chains, below blocks that all ranks have."""
         if not self.tells_ranks_apart:
             self._start()
             pytest.skip("tells_ranks_apart is False: ranks that each have blocks of their own were not checked")
@@ -268,7 +271,7 @@ class IndexContract(
         index.expect("abcd", {0: 3})
 
     def test_all_blocks_of_a_removed_event_are_removed(self) -> None:
-        """A Removed removes every block that it names, not the first alone."""
+        """A Removed removes every block that it names, not only the first."""
         index = self._start()
         index.store("abcd")
         index.remove("abcd", "abc", "ab")
@@ -277,14 +280,14 @@ class IndexContract(
         index.expect("abcd", {})
 
     def test_a_removed_block_hides_what_stands_behind_it(self) -> None:
-        """A match has no holes."""
+        """A match ends at the first missing block."""
         index = self._start()
         index.store("abcd")
         index.remove("ab")
         index.expect("abcd", {0: 1})
 
     def test_a_removed_block_stays_with_other_workers(self) -> None:
-        """Only the worker that removed it lost it, from the end or out of the middle."""
+        """Only the worker that removed a block loses it, at the end or in the middle of a chain."""
         index = self._start()
         for worker in (0, 1, 2):
             index.store("abcd", worker)
@@ -293,7 +296,7 @@ class IndexContract(
         index.expect("abcd", {0: 3, 1: 2, 2: 4})
 
     def test_a_removed_block_leaves_its_siblings(self) -> None:
-        """Another chain with the same head is whole."""
+        """Another chain with the same head stays whole."""
         index = self._start()
         index.store("abc")
         index.store("xy", after="ab")
@@ -322,7 +325,7 @@ class IndexContract(
             index.expect("abcd", {0: 4})
 
     def test_a_chain_may_be_long(self) -> None:
-        """An event stores 1,500 blocks, another goes on from their end, and the whole chain is found."""
+        """One event stores 1,500 blocks, another continues from their end, and the whole chain is found."""
         index = self._start()
         letters = "".join(chr(1000 + number) for number in range(1500))
         index.store(letters)
@@ -345,7 +348,7 @@ class IndexContract(
         index.expect("xy", {})
 
     def _counts_all_tiers(self, index: IndexDriver) -> None:
-        """Expect what any tier holds: a block is gone once it has left the last one."""
+        """Expect the blocks of any tier: a block is gone once it has left its last tier."""
         host = StorageTier.HOST_PINNED
         index.expect("abcd", {0: 4})
         index.expect("xy", {0: 2})
@@ -370,7 +373,8 @@ class IndexContract(
                 for letter in "aabcde":
                     harness.worker(0).serve(prompt_of(letter, self.block_size))
                     self._check(harness)
-            # A repeated prompt makes no copy over a draft model, and over a hybrid one all copies may go at once.
+            # By hand: a repeated prompt makes no copy with a draft model, and with a hybrid model all copies may go at
+            # once.
             index = self._start()
             index.store("abc")
             index.store("abc")
@@ -400,13 +404,13 @@ class IndexContract(
         second.expect("abc", {})
 
     def test_it_follows_live_traffic(self) -> None:
-        """The index answers as the reference index does, for two engines of each of `backends` in any traffic."""
+        """The index agrees with the reference index, for two engines of each of `backends` under random traffic."""
         self._start()
         for spec in self._specs():
-            # A counting filter counts by rank; an index that clears whole workers and counts by itself may not.
+            # A counting filter counts by rank; an index that clears whole workers and counts copies itself may not.
             several = self.tells_ranks_apart and not (self.clears == "worker" and spec.residency == "counted")
             ranks = 2 if several else 1
-            # Windows slide, and states are kept, in prompts of more blocks.
+            # Sliding windows and kept states need longer prompts.
             num_blocks, most = (16, _HYBRID_MOST) if spec.traits.promises_more else (8, 5)
             for seed in range(3):
                 program = random_traffic(

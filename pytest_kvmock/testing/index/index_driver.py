@@ -1,8 +1,8 @@
-"""Drives an index under contract: events and look-ups, in prompts of letters.
+"""Drives an index under contract: events and look-ups, for prompts written as letters.
 
-One subject: what is done with the index, and the message where it does something wrong.
+This module calls the index, and writes the message when it is wrong.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ from pytest_kvmock.values.prompt_keys import LOOKAHEAD, EventExtra, LoraIds, gro
 from pytest_kvmock.values.tokens import Prompt, block_hashes, sequence_hashes
 
 _THREADS: Final = 3
-"""How many threads look up while another applies events."""
+"""Number of threads that look up while another applies events."""
 
 _SWITCH_S: Final = 1e-5
-"""How long each of them runs, in seconds."""
+"""The switch interval of these threads, in seconds."""
 
 _MOST_S: Final = 60
-"""How long threads that write may take, in seconds: far longer than any thread that is not stuck."""
+"""Timeout of the threads that write, in seconds: far longer than a thread takes unless it is stuck."""
 
 _FINDS_NOTHING: Final = (
     "{} has answered nothing by {}() so far, whatever was stored: names of blocks are Dynamo's here; of an index that "
@@ -66,11 +66,11 @@ _SHORT.maxstring = 25  # identifiers of multimodal items have 64 digits
 
 
 Group: TypeAlias = tuple[int, str, int | None]
-"""A cache group: its number, its kind as vLLM calls it, and tokens of its window."""
+"""A cache group: its number, vLLM's name of its kind, and the tokens of its window."""
 
 
 FULL_WINDOW: Final = 2**15
-"""The window, in tokens, of TensorRT-LLM's events that are made by hand: as long as any request."""
+"""The window, in tokens, of TensorRT-LLM events made by hand: longer than any request."""
 
 
 def _of_group(group: Group) -> str:
@@ -78,8 +78,8 @@ def _of_group(group: Group) -> str:
 
 
 def prompt_of(letters: str, block_size: int, tail: int = 0, **keys: Any) -> Prompt:
-    """A prompt with a block for each letter, all of whose tokens are the letter's; then `tail` more tokens; and what
-    it carries.
+    """Return a prompt with one block for each letter, filled with the letter's token, then `tail` tokens 0; it carries
+    `keys`.
     """
     return Prompt([*(ord(letter) for letter in letters for _ in range(block_size)), *[0] * tail], **keys)
 
@@ -88,20 +88,19 @@ class IndexDriver:
     """Applies events to an index, looks prompts up in it, and keeps the last events for the messages.
 
     A block is named by the letters from the root to it: "abc" is block c below b below a. Hashes are Dynamo's, and the
-    tokens travel next to the events.
+    tokens are passed next to the events.
 
     Args:
         index: the index under contract.
-        block_size: tokens a block.
-        wait: waits for what an async index answers.
+        block_size: tokens per block.
+        wait: waits for the answers of an async index.
 
     Attributes:
         index: as given.
-        carries: the names under which an engine publishes what a prompt carries in addition to its tokens; None: all
-            that there are.
-        names_of: names the blocks of a prompt as an engine does; None: names are Dynamo's.
-        says_window: each event says the window that it is of, and a Stored levels and priorities, as TensorRT-LLM's do.
-        stored_at: the level and priority of what is stored, where events say them.
+        carries: the names of the keys that an engine publishes next to its events; None: all of them.
+        names_of: returns an engine's block hashes for a prompt; None: Dynamo's.
+        says_window: whether each event has its window, and a Stored its levels and priorities, as TensorRT-LLM's have.
+        stored_at: the level and priority of stored blocks, if events have them.
     """
 
     def __init__(self, index: IndexUnderTest, block_size: int, wait: Callable[[Awaitable[Any]], Any]) -> None:
@@ -124,17 +123,19 @@ class IndexDriver:
         self._forms: dict[StreamKey, tuple[int, bool]] = {}
 
     def look_ahead(self, worker: int, ahead: int, *, pairs: bool = False) -> None:
-        """From here on, names of a worker cover the next `ahead` tokens; if that is 1, its token ids may be `pairs`."""
+        """Make later block names of a worker cover the next `ahead` tokens; if `ahead` is 1, its token ids may be
+        `pairs`.
+        """
         self._forms[worker, 0] = ahead, pairs
 
     def near(self, what: Literal["local", "block"], kept: str) -> None:
-        """From here on, p and q are first blocks whose hashes agree in a part, which a truncating index keeps.
+        """Make p and q first blocks whose hashes agree in a part, the part that a truncating index keeps.
 
-        To an index that is asked by local hashes, they have them in common and are named by them. One that is asked by
-        tokens gets tokens that have such local hashes; or, as its blocks have any name, such names.
+        For an index that is queried by local hashes, local hash and name of each are the same number. An index that is
+        queried by tokens gets tokens with such local hashes, or blocks with such names.
 
         Args:
-            what: which of their hashes: of their tokens, or the names of blocks.
+            what: which hashes: of their tokens, or the names of the blocks.
             kept: the part; a name of `TRUNCATIONS`.
         """
         if not self.index.plain.takes_tokens:
@@ -146,12 +147,12 @@ class IndexDriver:
         self._about = f"p and q are blocks whose {what} hashes agree {TRUNCATIONS[kept].words}\n"
 
     def near_tokens(self, first: tuple[int, ...], second: tuple[int, ...]) -> None:
-        """From here on, p and q are first blocks of these tokens."""
+        """Make p and q first blocks of these tokens."""
         self._tokens = {"p": first, "q": second}
         self._about = f"p is a block of the tokens {_short(first)}, q one of {_short(second)}\n"
 
     def _prompt(self, letters: str, tail: int = 0, keys: Mapping[str, Any] | None = None) -> Prompt:
-        """A prompt of these letters, and what it carries."""
+        """Return a prompt of these letters with these keys."""
         if letters[:1] not in self._hashes:
             prompt = prompt_of(letters, self._size, tail, **(keys or {}))
             first = self._tokens.get(letters[:1])
@@ -160,13 +161,13 @@ class IndexDriver:
         return Prompt(hashes=[self._hashes[letters[0]], *local[1:]])
 
     def _published(self, extra: EventExtra) -> EventExtra:
-        """What an engine publishes of that next to its events."""
+        """Return the part of `extra` that an engine publishes next to its events."""
         return {name: value for name, value in extra.items() if self.carries is None or name in self.carries}
 
     def _names(
         self, letters: str, keys: Mapping[str, Any] | None = None, *, then: str = "", ahead: int = 0
     ) -> list[int]:
-        """The block hashes of a chain, each of which covers the next `ahead` tokens; the next block is `then`."""
+        """Return the block hashes of a chain. Each covers the next `ahead` tokens; the next block is `then`."""
         prompt = self._prompt(letters, keys=keys)
         if ahead:
             windows = self._prompt(letters + then, keys=keys).block_hashes(self._size, ahead)
@@ -192,11 +193,10 @@ class IndexDriver:
         then: str = "",
         may_be_refused: bool = False,
     ) -> None:
-        """Apply a Stored: the blocks of these letters, after those of `after`, of a prompt that carries `keys`.
+        """Apply a Stored: the blocks of `letters` after those of `after`, for a prompt that carries `keys`.
 
-        With `group` it is of that cache group; `then` is the next block, which names of a worker may look at
-        (`look_ahead`); with
-        `may_be_refused` the index may raise.
+        With `group` it belongs to this cache group. `then` is the next block, which the names may cover (`look_ahead`).
+        With `may_be_refused` the index may raise.
         """
         if self._forms.get((worker, rank), (0, False))[0]:
             self._store_ahead(letters, worker, after, then, keys)
@@ -241,9 +241,7 @@ class IndexDriver:
         self._apply(worker, 0, data, what + _with(keys), tokens, extra=extra or None)
 
     def store_each(self, letters: str, *, after: str) -> None:
-        """Apply a Stored for each of these blocks to worker 0, one after the other, as a prompt is stored that is
-        decoded.
-        """
+        """Apply one Stored per block to worker 0, as decoding does."""
         start, size = len(after), self._size
         prompt, blocks = self._prompt(after + letters), self._names(after + letters)
         local = prompt.block_hashes(size)
@@ -262,7 +260,9 @@ class IndexDriver:
         then: str = "",
         may_be_refused: bool = False,
     ) -> None:
-        """Apply a Removed: the last block of each chain, before `then`. With `may_be_refused` the index may raise."""
+        """Apply a Removed: the last block of each chain, the one that `then` follows. With `may_be_refused` the index
+        may raise.
+        """
         ahead = self._forms.get((worker, rank), (0, False))[0]
         blocks = tuple(self._names(chain, keys, then=then, ahead=ahead)[-1] for chain in chains)
         what = f"removed the last block of {', '.join(map(_chain, chains))}{_with(keys)}"
@@ -281,9 +281,7 @@ class IndexDriver:
         self._apply(0, 0, data, what, tier=StorageTier.HOST_PINNED)
 
     def store_kept(self, letters: str, kept: str, group: Group, *, after: str = "") -> None:
-        """Apply a Stored of a sparse cache group of worker 0: a span of these letters, of which some blocks were
-        kept.
-        """
+        """Apply a Stored of a sparse cache group of worker 0: a span of `letters`, whose blocks `kept` were kept."""
         start, size = len(after), self._size
         blocks, flat = self._names(after + letters), self._prompt(after + letters).tokens or ()
         names = tuple(block for block, letter in zip(blocks[start:], letters, strict=True) if letter in kept)
@@ -294,13 +292,13 @@ class IndexDriver:
         self._apply(0, 0, data, what, tokens, extra=group_extra(*group))
 
     def name_roots(self, **names: int) -> None:
-        """From here on, first blocks of these letters have these names."""
+        """Give the first blocks of these letters these names from now on."""
         self._roots = names
 
     def store_tail(self, letter: str, *, after: str, group: Group | None) -> None:
-        """Apply a Stored of the first half of the tokens of a block to worker 0, under a name of its own.
+        """Apply a Stored of the first half of a block's tokens to worker 0, under a separate name.
 
-        It is a prompt's tail in a cache group; or, of none, a partial block of TensorRT-LLM.
+        With a cache group it is a prompt's tail; without one, a partial block of TensorRT-LLM.
         """
         tokens = [ord(letter)] * (self._size // 2)
         local = tuple(block_hashes(tokens, len(tokens)))
@@ -311,7 +309,7 @@ class IndexDriver:
         )
 
     def remove_tail(self, letter: str, *, after: str, group: Group | None) -> None:
-        """Apply a Removed of such a tail."""
+        """Apply a Removed of a tail (see `store_tail`)."""
         what = f"removed half of {_chain(letter)} after {_chain(after)}"
         extra = None if group is None else group_extra(group[0])
         self._apply(0, 0, Removed((self._tail_name(after, letter),)), what, extra=extra)
@@ -319,7 +317,7 @@ class IndexDriver:
     def update(
         self, chain: str, *, levels: tuple[int, int] | None = None, priorities: tuple[int, int] | None = None
     ) -> None:
-        """Apply an Updated of worker 0: the last block of a chain, which changes its level or priority."""
+        """Apply an Updated of worker 0: the last block of a chain changes its level or priority."""
         changes = [
             f"{name} {pair[0]} to {pair[1]}" for name, pair in (("level", levels), ("priority", priorities)) if pair
         ]
@@ -331,32 +329,32 @@ class IndexDriver:
         return sequence_hashes(block_hashes(tokens, len(tokens)), parent=self._names(after)[-1])[0]
 
     def give(self, event: RouterEvent) -> None:
-        """Apply an event of an engine, which the index may refuse."""
+        """Apply an engine's event; the index may refuse it."""
         __tracebackhide__ = True
         self._give(event, f"{event.event.data!r:.200}", may_be_refused=True)
 
     def redeliver(self) -> None:
-        """Apply the last event once more, with the id that it had."""
+        """Apply the last event again, with the same id."""
         assert self._last_event is not None
         self._give(self._last_event, f"{self._applied[-1]}, delivered again")
 
     def lose(self, worker: int = 0, events: int = 1) -> None:
-        """Lose events of a worker of one rank: their ids are used, and the index is not given them."""
+        """Lose events of a worker with one rank: their ids are used up, and the index does not receive them."""
         self._ids[worker, 0] = self._ids.get((worker, 0), 0) + events
         self._applied.append(f"{events} event{'s' * (events > 1)} of worker {worker} were lost")
 
     def restart(self, worker: int = 0) -> None:
-        """Restart a worker of one rank unannounced: its event ids begin again."""
+        """Restart a worker with one rank, unannounced: its event ids begin again."""
         del self._ids[worker, 0]
         self._lora_ids.pop(worker, None)
         self._applied.append(f"worker {worker} restarted, unannounced: its event ids begin with 0")
 
     def events_of(self, steps: Iterable[tuple[str, ...]], worker: int = 0) -> list[RouterEvent]:
-        """Make the next events of a worker, which are still to be applied.
+        """Make the next events of a worker, without applying them.
 
         Args:
-            steps: "store" with the letters of a chain, and perhaps those after which they are stored; "remove" with the
-                chain whose last block is removed; or "clear".
+            steps: "store" with the letters of a chain, and optionally the letters before them; "remove" with the chain
+                whose last block is removed; or "clear".
             worker: their worker.
         """
         events = []
@@ -398,10 +396,10 @@ class IndexDriver:
             raise AssertionError(f"apply raised {type(error).__name__}: {error}\n{self._story()}") from error
 
     def size(self) -> int | None:
-        """How many entries the index has, flushed; None if it has no `size`.
+        """Flush the index, and return its number of entries; None if it has no `size`.
 
         Raises:
-            AssertionError: it answers no number.
+            AssertionError: it returns no number.
         """
         __tracebackhide__ = True
         count = getattr(self.index.index, "size", None)
@@ -414,10 +412,10 @@ class IndexDriver:
         return size
 
     def dropped(self) -> int:
-        """How many events the index says that it dropped, flushed; 0 where it has no `dropped`.
+        """Flush the index, and return how many events it reports as dropped; 0 if it has no `dropped`.
 
         Raises:
-            AssertionError: it answers no number.
+            AssertionError: it returns no number.
         """
         __tracebackhide__ = True
         count = getattr(self.index.index, "dropped", None)
@@ -431,7 +429,7 @@ class IndexDriver:
         return dropped
 
     def kept(self) -> int:
-        """How much the index holds in objects of Python, flushed: see `reachable_from`."""
+        """Flush the index, and return how many Python objects it holds: see `reachable_from`."""
         self._flush()
         return reachable_from(self.index.index)
 
@@ -445,7 +443,7 @@ class IndexDriver:
         self._apply(worker, rank, Cleared(), "cleared all")
 
     def remove_worker(self, worker: int) -> None:
-        """Remove a worker, where the index has `remove_worker`; one that comes back begins again, as in a harness."""
+        """Remove a worker, if the index has `remove_worker`; its ids begin again when it returns, as in a harness."""
         if self.index.remove_worker is not None:
             self._do(self.index.remove_worker, worker)
             self._lora_ids.pop(worker, None)
@@ -453,7 +451,7 @@ class IndexDriver:
             self._applied.append(f"worker {worker} removed: its event ids begin with 0")
 
     def remove_rank(self, worker: int, rank: int) -> None:
-        """Remove a rank of a worker, where the index has `remove_worker_dp_rank`; one that comes back begins again."""
+        """Remove a rank of a worker, if the index has `remove_worker_dp_rank`; its ids begin again when it returns."""
         remove = self.index.remove_rank
         if remove is not None:
             self._do(remove, worker, rank)
@@ -489,12 +487,12 @@ class IndexDriver:
         self._give(event, f"worker {worker}{f' rank {rank}' if rank else ''} {what}{where}", may_be_refused)
 
     def _give(self, event: RouterEvent, what: str, may_be_refused: bool = False) -> None:
-        """Give the index an event."""
+        """Apply an event to the index."""
         __tracebackhide__ = True
         self._applied.append(what)
         try:
             self._do(self.index.apply, event)
-            if may_be_refused:  # an index that queues events raises when it is flushed
+            if may_be_refused:  # an index that queues events raises at the flush
                 self._flush()
         except Exception as error:
             if may_be_refused:
@@ -516,11 +514,11 @@ class IndexDriver:
 
         Args:
             letters: the blocks.
-            expected: leading blocks by worker (of rank 0), or by (worker, rank).
+            expected: leading blocks by worker (rank 0), or by (worker, rank).
             tail: tokens after the blocks.
-            any_rank: whether the index may answer of any rank of the worker.
+            any_rank: whether the answer may name any rank of the worker.
             keys: what the prompt carries in addition to its tokens.
-            least: the fewest blocks that are right, by worker; None: those expected.
+            least: the fewest blocks that are right, by worker; None: exactly `expected`.
         """
         __tracebackhide__ = True
         due: Scores = {key if isinstance(key, tuple) else (key, 0): blocks for key, blocks in expected.items()}
@@ -541,12 +539,13 @@ class IndexDriver:
         )
 
     def expect_tiers(self, letters: str, expected: Mapping[str, Mapping[int, int]], *, or_fewer: bool = False) -> None:
-        """Look up a prompt of these letters tier by tier, where the index tells tiers apart, and compare the answer.
+        """Look up a prompt of these letters tier by tier, and compare the answer; do nothing if the index does not tell
+        tiers apart.
 
         Args:
             letters: the blocks.
-            expected: blocks by worker (of rank 0), by the name of the tier; without what is empty.
-            or_fewer: whether fewer are right too, as after events that were lost.
+            expected: blocks by tier name, then by worker (rank 0); empty ones are left out.
+            or_fewer: whether fewer blocks are right too, as after lost events.
         """
         __tracebackhide__ = True
         tiered = self.index.tiered
@@ -579,7 +578,7 @@ class IndexDriver:
             )
 
     def ask(self, letters: str, *, tail: int = 0, keys: Mapping[str, Any] | None = None) -> Scores | WorkerScores:
-        """The answer of the index for a prompt of these letters, zeros dropped."""
+        """Return the index's answer for a prompt of these letters, without zeros."""
         __tracebackhide__ = True
         under_test = self.index
         prompt = self._prompt(letters, tail, keys)
@@ -601,14 +600,13 @@ class IndexDriver:
             ) from error
 
     def expect_the_last_of(self, chains: Sequence[str], worker: int, gone: int) -> Sequence[str]:
-        """Compare what a worker has of chains that it stored in this order, and that was removed meanwhile: the last of
-        them, whole.
+        """Check that a worker, removed while it stored these chains in this order, has only the last of them, each
+        whole.
 
         Args:
             chains: as stored, one an event.
             worker: their worker.
-            gone: of how many `apply` had returned when the worker was removed for the last time:
-                none of these may be there.
+            gone: for how many chains `apply` had returned at the worker's last removal: none of these may be found.
 
         Returns:
             The chains that it has.
@@ -644,12 +642,12 @@ class IndexDriver:
         return chains[lost:]
 
     def ask_meanwhile(self, letters: str, events: Iterable[Callable[[], None]], expected: Mapping[int, range]) -> None:
-        """Look up a prompt of these letters in threads, over and over, while this thread applies events.
+        """Look up a prompt of these letters repeatedly in several threads while this thread applies events.
 
         Args:
             letters: the blocks.
-            events: apply one each; the rest are left out once an answer is wrong.
-            expected: the numbers of leading blocks that are right at any time, by worker; no other worker has any.
+            events: functions that apply one event each; the rest are skipped once an answer is wrong.
+            expected: the numbers of leading blocks that are right at any time, by worker; other workers have no blocks.
         """
         __tracebackhide__ = True
         under_test, prompt = self.index, self._prompt(letters)
@@ -686,23 +684,20 @@ class IndexDriver:
             done.set()
             for thread in threads:
                 thread.join()
-        # Without the events: how many of them were applied by then differs from run to run.
+        # The message leaves out the events: how many were applied by then differs from run to run.
         due = " and ".join(_at_any_time(worker, blocks) for worker, blocks in expected.items())
         assert not wrong, f"in a thread, while another applied events: {wrong[0]}; expected {due}"
 
     def apply_at_once(
         self, streams: Mapping[int, Sequence[RouterEvent]], removed: Sequence[int], gone: dict[int, int] | None = None
     ) -> None:
-        """Apply the events of several workers, from a thread each, while one more thread removes some of the
-        workers.
+        """Apply the events of several workers in one thread each, while another thread removes some of the workers.
 
         Args:
-            streams: by worker its events, in order.
-            removed: the workers that are removed over and over, until they have published half of their events; none,
-                where the index has no `remove_worker`. Each second one is removed by its rank, where the index can do
-                that.
-            gone: is filled by worker: for how many of its events `apply` had returned when its last removal was
-                called.
+            streams: the events of each worker, in order.
+            removed: the workers to remove repeatedly until they have published half of their events; none if the index
+                has no `remove_worker`. Every second one is removed by rank, if the index can do that.
+            gone: is filled by worker: for how many of its events `apply` had returned when its last removal began.
         """
         __tracebackhide__ = True
         under_test, started = self.index, Barrier(len(streams) + bool(removed))
@@ -733,7 +728,7 @@ class IndexDriver:
                         else:
                             remove_worker(worker)
                     left = [each for each in left if each in streams and 2 * applied[each] < len(streams[each])]
-                    sleep(0)  # gives way
+                    sleep(0)  # yields to the writers
             except Exception as error:  # noqa: BLE001 - the index under test may raise anything
                 wrong.append(f"remove_worker raised {type(error).__name__}: {error}")
 
@@ -759,29 +754,29 @@ class IndexDriver:
         return self._wait(answer) if isawaitable(answer) else answer
 
     def _story(self) -> str:
-        """The last events that the index was given."""
+        """Return the last events that the index received, for a message."""
         shown = [line if len(line) <= 100 else line[:97] + "..." for line in self._applied[-12:]]
         more = [f"  ... {len(self._applied) - 12} events before"] if len(self._applied) > 12 else []
         return "\n".join([f"{self._about}the index was given, in this order:", *more, *(f"  {line}" for line in shown)])
 
 
 def _at_any_time(worker: int, blocks: range) -> str:
-    """What is right for a worker while events are applied, for a message."""
+    """Return the right numbers of blocks for a worker while events are applied, for a message."""
     least, most = blocks.start, blocks.stop - 1
     return f"{least if least == most else f'{least} to {most}'} of worker {worker}"
 
 
 def _short(tokens: tuple[int, ...]) -> str:
-    """Tokens, for a message: the first and the last of many."""
+    """Return tokens for a message; of many, the first and the last."""
     ends = tokens if len(tokens) <= 8 else (*tokens[:4], "...", *tokens[-4:])
     return ", ".join(map(str, ends))
 
 
 def _chain(letters: str) -> str:
-    """The letters of a chain, for a message; its number of blocks if it is long or its letters say nothing."""
+    """Return the letters of a chain for a message; its number of blocks if it is long or not ASCII."""
     return letters if letters.isascii() and len(letters) <= 40 else f"{len(letters):,} blocks"
 
 
 def _with(keys: Mapping[str, Any] | None) -> str:
-    """What a prompt carries, for a message."""
+    """Return what a prompt carries, for a message."""
     return "".join(f" with {name}={_SHORT.repr(value)}" for name, value in (keys or {}).items())

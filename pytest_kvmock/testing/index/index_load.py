@@ -1,6 +1,6 @@
-"""What a router index promises under load: many events, many look-ups, several threads, and more blocks than it keeps.
+"""Promises of a router index under load: many events, many look-ups, several threads, and more blocks than it keeps.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -17,40 +17,40 @@ from pytest_kvmock.testing.index.index_subject import OverIndex
 from pytest_kvmock.testing.subject import refuse
 
 _PAIRS: Final = 10_000
-"""Pairs of store and remove over which `size()`, and what can be reached from the index, must stay bounded."""
+"""Pairs of store and remove during which `size()`, and the objects reachable from the index, must stay bounded."""
 
 _EVENTS, _EVENTS_ASYNC = 20_000, 100_000
-"""Events without a flush; and for an index whose own loop empties its queue."""
+"""Events without a flush; the second number is for an index whose own loop drains its queue."""
 
 _BUDGET_WORKERS, _BUDGET_CHAIN = 4, 8
 """Workers that share one budget, and blocks of each of their chains."""
 
 _REPEATS: Final = 100
-"""How often one chain is stored."""
+"""How often a chain is stored."""
 
 _ROUNDS, _SETTLED, _A_ROUND = 60, 40, 200
-"""How often a worker goes, after how many times `size()` must not grow, and blocks each time: a table of 8,000 late
-names is full by then."""
+"""How often a worker is cleared or removed, the round after which `size()` must not grow, and the blocks of a round: a
+table of 8,000 late names is full by then."""
 
 _THREAD_ROUNDS, _THREAD_ROOTS = 12, 8
-"""How often workers publish at once, and how many chains each time."""
+"""How often workers publish concurrently, and how many chains each time."""
 
 _WRITERS, _CLEARED, _REMOVED, _GONE = (1, 2, 3, 4), 4, (5, 6), (7, 8, 9)
-"""Workers that publish at once, the one of them that is cleared, the two that are removed meanwhile, and all that are
-removed.
+"""Workers that publish concurrently, the one of these that is cleared, the two publishing workers that are removed
+meanwhile, and the silent workers that are removed.
 """
 
 _LOOK_UPS: Final = 1000
-"""Look-ups of different prompts over which `size()` must stay bounded."""
+"""Look-ups of different prompts during which `size()` must stay bounded."""
 
 
 class UnderLoad(OverIndex):
     """The part of `IndexContract` about many events and look-ups."""
 
     def test_many_events_may_come_before_a_flush(self) -> None:
-        """20,000 events without a flush are all applied, or `dropped()` says that some are not.
+        """20,000 events without a flush are all applied, or `dropped()` reports a loss.
 
-        A Removed comes first, a Stored last, pairs between; with `async_bound` they are 100,000.
+        A Removed comes first, a Stored last, and pairs in between; with `async_bound` there are 100,000 events.
         """
         index = self._start()
         index.store("abcd")
@@ -70,8 +70,8 @@ class UnderLoad(OverIndex):
             index.expect(letter, {})
 
     def test_it_does_not_grow_with_events(self) -> None:
-        """While 10,000 blocks are stored and removed, `size()`, where the index has it, and the objects of the index
-        stay bounded.
+        """While 10,000 blocks are stored and removed, `size()`, if the index has it, and the number of its objects stay
+        bounded.
         """
         index = self._start()
         sizes, kept = [], []
@@ -86,8 +86,8 @@ class UnderLoad(OverIndex):
             f"{sizes[-1]:,} after "
             f"{_PAIRS:,}; expected to grow by {most:,} at most"
         )
-        # An index that cleans up from time to time shrinks in between, and a table of late names is full before the
-        # end.
+        # The least growth counts: an index that cleans up from time to time shrinks in between, and a table of late
+        # names is full before the end.
         least = min(after - before for before, after in pairwise(kept))
         assert least < _PAIRS // 20, (
             f"the index holds {kept[0]:,} objects after {_PAIRS // 10:,} blocks that were stored and "
@@ -98,8 +98,8 @@ class UnderLoad(OverIndex):
         )
 
     def test_it_does_not_grow_with_events_that_repeat(self) -> None:
-        """`size()`, where the index has it, is the same after one Stored of a chain and after a hundred; copies go as
-        they came.
+        """`size()`, if the index has it, does not grow when a chain is stored a hundred times more; counted copies are
+        removed as often as they are stored.
         """
         self._start()
         for copies in sorted({spec.traits.copies for spec in self._specs()}):
@@ -126,7 +126,7 @@ class UnderLoad(OverIndex):
             index.expect("abcd", {} if copies else {0: 4})
 
     def test_it_does_not_grow_with_workers_that_go(self) -> None:
-        """`size()`, where the index has it, stays bounded over workers that are cleared, or removed."""
+        """`size()`, if the index has it, stays bounded while workers are cleared or removed."""
         index = self._start()
         if index.size() is None:
             pytest.skip(f"{index.index.name} has no size(): what workers leave that go was not checked")
@@ -144,7 +144,7 @@ class UnderLoad(OverIndex):
             )
 
     def test_it_does_not_grow_with_look_ups(self) -> None:
-        """`size()`, where the index has it, stays bounded over look-ups of 1,000 prompts, found or not."""
+        """`size()`, if the index has it, stays bounded during look-ups of 1,000 prompts, found or not."""
         index = self._start()
         if index.size() is None:
             pytest.skip(
@@ -163,8 +163,8 @@ class UnderLoad(OverIndex):
         )
 
     def test_look_ups_may_come_from_threads(self) -> None:
-        """With `threads`: a look-up is right while another thread applies events, also for workers without such
-        events.
+        """With `threads`: look-ups are right while another thread applies events, also for workers that the events do
+        not concern.
         """
         index = self._start()
         if not self.threads:
@@ -192,10 +192,10 @@ class UnderLoad(OverIndex):
         index.expect("abcd", {0: 3, 1: 4})
 
     def test_events_may_come_from_threads(self) -> None:
-        """With `threads`: one thread a worker applies events, one removes workers, others look up.
+        """With `threads`: one thread per worker applies events, one removes workers, others look up.
 
-        The answers are then right for some order of these calls. Events applied before the last call of the removal
-        have no effect.
+        Afterwards the answers are right for some order of these calls. Events applied before the last removal of their
+        worker have no effect.
         """
         index = self._start()
         if not self.threads:
@@ -213,14 +213,14 @@ class UnderLoad(OverIndex):
                 index.store("abcd", worker)
             index.expect("abcd", dict.fromkeys((0, *_GONE), 4))  # applies events that wait for a flush
             # All workers store the same chains, so that their threads change the same part of an index, whatever its
-            # form.
+            # structure.
             steps: list[tuple[str, ...]] = [("store", "abcd"), ("remove", "abcd")]
             for root in roots:
                 steps += [("store", f"{root}a"), ("store", "bc", f"{root}a"), ("remove", f"{root}abc")]
             streams = {worker: index.events_of(steps, worker) for worker in _WRITERS}
             streams[_CLEARED] += index.events_of([("clear",), ("store", "abc")], _CLEARED)
             chains = [f"{chr(ord(root) + more)}xy" for root in roots for more in (0, 20_000, 40_000)]
-            for worker in _REMOVED:  # only roots: it has all blocks stored after its last removal
+            for worker in _REMOVED:  # only roots: then the worker has all blocks stored after its last removal
                 streams[worker] = index.events_of([("store", chain) for chain in chains], worker)
             gone: dict[int, int] = {}
             at_once = partial(index.apply_at_once, streams, removed, gone)
@@ -232,7 +232,9 @@ class UnderLoad(OverIndex):
     def _expect_names(
         self, index: IndexDriver, roots: Sequence[str], chains: Sequence[str], kept: Mapping[int, Sequence[str]]
     ) -> None:
-        """The index still knows each block by its name: what is removed now is gone, and the rest is found."""
+        """Check that the index still finds each block by its name: blocks removed now are gone, and the rest is
+        found.
+        """
         __tracebackhide__ = True
         held = [worker for worker in _WRITERS if worker != _CLEARED]
         for root in roots:
@@ -249,14 +251,14 @@ class UnderLoad(OverIndex):
             index.expect(chain, {**removed, **(dict.fromkeys(held, 1) if chain[0] in roots else {})})
 
     def test_a_bound_holds_for_all_workers_together(self) -> None:
-        """With `bounded_at_most`: `size()` of several workers, or else what look-ups find, stays in one budget."""
+        """With `bounded_at_most`: `size()`, or else the blocks that look-ups find, stays within one budget for all
+        workers.
+        """
         index = self._start()
         most = self.bounded_at_most
         if most is None:
             pytest.skip(f"{type(self).__name__}.bounded_at_most is not set: how much it keeps at most was not checked")
-        count = (
-            2 * -(-most // (_BUDGET_WORKERS * _BUDGET_CHAIN)) + 1
-        )  # chains per worker: twice the number that it may keep
+        count = 2 * -(-most // (_BUDGET_WORKERS * _BUDGET_CHAIN)) + 1  # chains per worker: twice its share of the bound
         chains: list[str] = []
         for worker in range(_BUDGET_WORKERS):
             firsts = (chr(1000 + worker * count + number) for number in range(count))
@@ -277,7 +279,9 @@ class UnderLoad(OverIndex):
             )
 
     def test_a_bounded_index_forgets_and_never_invents(self) -> None:
-        """With `bounded`: beyond this many blocks look-ups may find fewer, and never more, than the worker holds."""
+        """With `bounded`: beyond this number of blocks, look-ups may find fewer blocks than the worker holds, but never
+        more.
+        """
         index = self._start()
         if self.bounded is None:
             pytest.skip(

@@ -1,7 +1,7 @@
-"""What a router index promises at production size: all blocks of a fleet are found, and a look-up costs no more than
-its share.
+"""Promises of a router index at production size: all blocks of a fleet are found, and the cost of a look-up stays in
+proportion to its blocks.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ _WORKERS: Final = 64
 """Workers of the fleet."""
 
 _RANKS: Final = 8
-"""Data-parallel ranks of each."""
+"""Data-parallel ranks of each worker."""
 
 _LEAST_TIMED: Final = 20_000
-"""The fewest blocks with which look-ups are timed: with fewer, the clock shows nothing."""
+"""The fewest blocks with which look-ups are timed: with fewer, the times are too short to compare."""
 
 _MOST_TIMES: Final = 20
-"""How many times as long a look-up may take in an index of ten times the blocks."""
+"""The most that the time of a look-up may grow, as a factor, when the blocks grow tenfold."""
 
 _BEST_OF: Final = 3
 
 _HOPELESS: Final = 3
-"""A look-up that takes this many times too long is not timed again."""
+"""A look-up that exceeds the limit by this factor is not timed again."""
 
 _SHARED: Final = "xx"
 """The blocks with which every prompt begins."""
 
 
 class AtSize(OverIndex):
-    """The part of `IndexContract` about how much an index holds, and what a look-up costs then."""
+    """The part of `IndexContract` about large indexes: what they hold, and what a look-up costs."""
 
     size_blocks: ClassVar[int] = 100_000
 
     def test_it_holds_what_a_fleet_has(self) -> None:
-        """Look-ups find all of `size_blocks` blocks on one worker, in ten chains, and a tenth of that over 64 workers
-        of 8 ranks.
+        """Look-ups find all of `size_blocks` blocks in ten chains on one worker, and a tenth as many over 64 workers
+        with 8 ranks.
         """
         index, ranks = self._start_of_size(), _RANKS if self.tells_ranks_apart else 1
         length = self.size_blocks // 10
@@ -67,7 +67,7 @@ class AtSize(OverIndex):
             index.expect(chain[len(_SHARED) :], {})
 
     def test_a_look_up_costs_no_more_than_its_share(self) -> None:
-        """A look-up takes at most 20 times the CPU time if the chain, stored block by block, and the index have ten
+        """A look-up takes at most 20 times the CPU time when the chain, stored block by block, and the index have ten
         times the blocks.
         """
         self._start_of_size()
@@ -99,7 +99,9 @@ class AtSize(OverIndex):
         return index
 
     def _fill(self, index: IndexDriver, ranks: int, length: int, each: int, *, one_by_one: bool = False) -> None:
-        """Store a chain of `length` blocks for worker 0, and `each` blocks of its own for each rank of each worker."""
+        """Store a chain of `length` blocks on worker 0, and a separate chain of `each` blocks on each rank of each
+        worker.
+        """
         __tracebackhide__ = True
         for worker in range(_WORKERS):
             for rank in range(ranks):
@@ -113,8 +115,8 @@ class AtSize(OverIndex):
     def _expect(
         self, index: IndexDriver, ranks: int, letters: str, worker: int, *, rank: int, at_most: int | None = None
     ) -> None:
-        """A look-up finds all blocks, or the first of them, where they are held, and everywhere those that all
-        share.
+        """Check that a look-up finds all blocks, or the first `at_most`, on the rank that holds them, and the shared
+        blocks everywhere.
         """
         __tracebackhide__ = True
         due: Scores = {(each, of): len(_SHARED) for each in range(_WORKERS) for of in range(ranks)}
@@ -140,7 +142,9 @@ class AtSize(OverIndex):
             )
 
     def _seconds(self, blocks: int) -> float:
-        """CPU seconds of a look-up of a chain of `blocks` blocks, among twice as many: the least of three."""
+        """Return the CPU seconds of a look-up of a chain of `blocks` blocks in an index of twice as many: the least of
+        three.
+        """
         __tracebackhide__ = True
         index = self._start()
         self._fill(index, 1, blocks, max(1, blocks // _WORKERS), one_by_one=True)
@@ -153,11 +157,11 @@ class AtSize(OverIndex):
 
 
 def _chain(length: int, number: int = 0) -> str:
-    """A chain of `length` blocks of worker 0, by its number. All chains share their first blocks."""
+    """Return chain `number` of worker 0, of `length` blocks. All chains share their first blocks."""
     first = chr(20_000 + number) if number else ""
     return _SHARED + first + "".join(chr(1000 + at % 5000) for at in range(length - len(first)))
 
 
 def _of_rank(worker: int, rank: int, length: int) -> str:
-    """The chain of a rank."""
+    """Return the chain of a rank."""
     return _SHARED + chr(10_000 + worker * _RANKS + rank) + "".join(chr(1000 + number) for number in range(length - 1))

@@ -1,4 +1,4 @@
-"""The index under contract: how a contract makes it, and the worlds in which it puts it."""
+"""The index under contract: how a contract makes it, and the harnesses that it runs in."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from pytest_kvmock.values.programs.operations import Program
 from pytest_kvmock.values.tokens import Prompt
 
 _REDUCED: Final = 20_000
-"""How many steps are replayed at most to reduce a failure in live traffic."""
+"""The most steps that are replayed to reduce a failure in live traffic."""
 
 MOST_BOUNDED: Final = 100_000
 """The largest `bounded_at_most`."""
 
 KEEPS: Final = ("recently_used", "recently_stored")
-"""The policies by which a bounded index declares what it keeps."""
+"""The policies that a bounded index can declare for what it keeps."""
 
 SURVIVED: Final = {"double": "an event that is delivered twice", "restart": "a worker that restarts unannounced"}
-"""The faults that a contract may ask an index to survive, and each in words."""
+"""The faults that an index can declare to survive, each in words."""
 
 
 _KEYS: Final = {"lora_name": "LoRA adapters", "cache_salt": "cache salts", "multimodal": "images"}
@@ -69,7 +69,7 @@ class OverIndex(SaysUnjudged):
 
     @classmethod
     def wrong_declaration(cls) -> str:
-        """The wrong or contradictory declarations of the class; "" if there are none."""
+        """Return the first invalid or contradictory declaration of the class; "" if there is none."""
         if cls.clears not in CLEARS:
             return f"clears must be 'rank' or 'worker', got {cls.clears!r:.80}"
         survives = cls.survives
@@ -99,7 +99,9 @@ class OverIndex(SaysUnjudged):
 
     @classmethod
     def _wrong_names(cls) -> str:
-        """What is wrong with the names that an index is said to compute; backends refuse them when tests run."""
+        """Return what is wrong with the declared `names`; "" if nothing is, or if a backend refuses them when tests
+        run.
+        """
         if not isinstance(cls.names, str | BackendSpec | None):
             return f"names must be a backend, by name or as a BackendSpec, or None, got {cls.names!r:.80}"
         if cls.names is None or not isinstance(given := cls.backends or (), tuple | list):
@@ -115,12 +117,12 @@ class OverIndex(SaysUnjudged):
         return ""
 
     def make_index(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
-        """Make a new index. A subclass defines it, without arguments or with the tokens a block."""
+        """Make a new index. A subclass defines this, without arguments or with the tokens per block."""
         __tracebackhide__ = True
         refuse(self, "define make_index(self) or make_index(self, block_size), which makes a new index")
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
-        """Wait for the answer of an async index. Define it for one, with a loop that outlives the test."""
+        """Wait for the answer of an async index. Define this for such an index, with a loop that outlives the test."""
         __tracebackhide__ = True
         refuse_to_wait(self, "index", awaitable)
 
@@ -129,13 +131,15 @@ class OverIndex(SaysUnjudged):
         return call_with(self, self.make_index, "make_index", self.block_size)
 
     def _specs(self) -> list[BackendSpec]:
-        """The backends whose traffic the index must follow."""
+        """Return the backends whose traffic the index must follow."""
         __tracebackhide__ = True
         given = self.backends if self.backends is not None or self.names is None else (self.names,)
         return check_backends(self, given, self.block_size)
 
     def _names_of(self) -> Callable[[Prompt], list[int]] | None:
-        """A function that names blocks like the engine whose names the index computes; None: it computes none."""
+        """Return a function that names blocks like the engine whose names the index computes; None if it computes
+        none.
+        """
         __tracebackhide__ = True
         if self.names is None:
             return None
@@ -152,23 +156,23 @@ class OverIndex(SaysUnjudged):
         return getattr(spec.make(num_blocks=8, block_size=cls.block_size, dp_rank=0, sink=None), "hasher", None)
 
     def _harness(self, spec: BackendSpec, num_blocks: int) -> RouterHarness:
-        """A world of a backend, with room for a prompt of `num_blocks` blocks, and an index made for it."""
+        """Return a harness of a backend, with room for a prompt of `num_blocks` blocks and an index made for it."""
         __tracebackhide__ = True
         return self._world(spec, self._profile(spec, num_blocks, 1, 1))
 
     def _profile(self, spec: BackendSpec, num_blocks: int, workers: int, dp_size: int) -> EngineProfile:
-        """Sizes of an engine of a backend, with room for a prompt of `num_blocks` blocks."""
+        """Return the sizes of an engine of a backend, with room for a prompt of `num_blocks` blocks."""
         room = room_for(num_blocks, spec.traits_at(self.block_size), self.block_size)
         return EngineProfile(self.block_size, room, workers, dp_size)
 
     def _world(self, spec: BackendSpec, profile: EngineProfile) -> RouterHarness:
-        """A world of a backend, of any profile, with an index made for it."""
+        """Return a harness of a backend with this profile, and with an index made for it."""
         __tracebackhide__ = True
         self.traits = profile.traits(spec)
         return RouterHarness(profile, spec, self._under_test(), sync="every", clears=self.clears)
 
     def _follow(self, spec: BackendSpec, profile: EngineProfile, program: Program, seed: int) -> None:
-        """Play a program in a world of a backend, and compare the index after each step."""
+        """Play a program on a harness of a backend, and compare the index after each step."""
         __tracebackhide__ = True
         harness = self._world(spec, profile)
         played = Program()
@@ -189,7 +193,7 @@ class OverIndex(SaysUnjudged):
             raise
 
     def _reproduction(self, harness: RouterHarness) -> str:
-        """The smallest stream that shows an error in a harness, or why there is none."""
+        """Return the smallest stream that reproduces the error of a harness, or why there is none."""
         traits = self.traits
 
         def made() -> Any:
@@ -200,7 +204,7 @@ class OverIndex(SaysUnjudged):
             found = reproduce(harness, work=_REDUCED, make_index=made)
         except NotReduced as reason:
             return f"no smaller reproduction: {reason}"
-        except Exception as error:  # noqa: BLE001 - of the user's index, replayed; its failure must be reported all the same
+        except Exception as error:  # noqa: BLE001 - the user's index, replayed; the first failure is still reported
             return f"no smaller reproduction: the search ended in {type(error).__name__}: {error}"
         name, size = type(self).__name__, str(self.block_size) if takes_argument(self.make_index) else ""
         text = found.as_test(made_by=(name, f"make_index({size})"))
@@ -208,12 +212,12 @@ class OverIndex(SaysUnjudged):
         return f"the smallest reproduction, {cut}, to be put below {name}:\n{text}"
 
     def _under_test(self) -> IndexUnderTest:
-        """A new index, wrapped with what the contract declares of it."""
+        """Return a new index, wrapped with the contract's declarations."""
         __tracebackhide__ = True
         return IndexUnderTest(self._made(), bounded=self.bounded)
 
     def _check(self, harness: RouterHarness) -> None:
-        """Compare the index, and raise if anything is wrong."""
+        """Compare the index, and raise on any error."""
         __tracebackhide__ = True
         if harness.inside.is_async:
             self.run(harness.aflush())
@@ -243,7 +247,7 @@ class OverIndex(SaysUnjudged):
         return driver
 
     def _lets(self, index: IndexUnderTest) -> dict[str, bool]:
-        """Whether each optional property of an index is judged, with what would allow it."""
+        """Return whether each optional property of an index is judged; its name has the setting that would allow it."""
         specs = self._specs()
         traits = [spec.traits_at(self.block_size) for spec in specs]
         keys = {key for spec in specs for key in spec.prompt_keys}

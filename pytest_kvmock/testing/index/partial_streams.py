@@ -1,4 +1,4 @@
-"""What a router index promises of TensorRT-LLM's streams: partial blocks, leaves that go without an event, windows,
+"""Promises of a router index for TensorRT-LLM's streams: partial blocks, leaves that leave without an event, windows,
 updates.
 """
 
@@ -13,17 +13,17 @@ from pytest_kvmock.testing.index.index_driver import Group, IndexDriver
 from pytest_kvmock.testing.index.index_subject import OverIndex
 
 _WINDOW: Final = 8
-"""Blocks of a short window; prompts have more."""
+"""Blocks of a short window; prompts are longer."""
 
 _SEEDS: Final = (7, 8)
-"""Seeds of traffic in which a short window holds what the longest one has lost."""
+"""Seeds of traffic in which a short window holds blocks that the longest one has lost."""
 
 
 class PartialStreams(OverIndex):
     """The part of `IndexContract` about engines whose blocks may be partial."""
 
     def _start_partial(self) -> IndexDriver:
-        """Start with a new index; the test is skipped where no engine of `backends` publishes partial blocks."""
+        """Start a new index; skip the test if no engine of `backends` publishes partial blocks."""
         index = self._start()
         if not any(spec.traits.partial_blocks for spec in self._specs()):
             pytest.skip("backends names no engine that publishes partial blocks (TensorRT-LLM): they were not checked")
@@ -31,10 +31,10 @@ class PartialStreams(OverIndex):
         return index
 
     def _needs_layer_groups(self) -> None:
-        """Skip the test where no engine of `backends` has several layer groups, unless `reads_groups`."""
+        """Skip the test if no engine of `backends` has several layer groups, unless `reads_groups` is set."""
         self._start_partial()
         partial = [spec for spec in self._specs() if spec.traits.partial_blocks]
-        # V1 may get several windows by an option; in V2 the backend sets the layer groups.
+        # In V1 an option can set several windows; in V2 the backend sets the layer groups.
         able = any(spec.traits.publishes_groups or "windows" in spec.options for spec in partial)
         if not self.reads_groups and not able:
             pytest.skip(
@@ -42,7 +42,7 @@ class PartialStreams(OverIndex):
             )
 
     def _start_updated(self) -> IndexDriver:
-        """Start with an index that takes Updated events; skip the test where it does not."""
+        """Start a new index; skip the test if it takes no Updated events."""
         index = self._start_partial()
         if not index.index.takes_updates:
             pytest.skip(
@@ -52,7 +52,9 @@ class PartialStreams(OverIndex):
         return index
 
     def _attention_group_decides(self, attention: Group, window: Group) -> None:
-        """Store the same names in both groups: those of the window go first, then the last one of attention."""
+        """Store the same names in both groups; remove those of the window first, then the last one of the attention
+        group.
+        """
         index = self._start_partial()
         index.store("abc", group=attention)
         index.store("abc", group=window)
@@ -64,8 +66,8 @@ class PartialStreams(OverIndex):
         index.expect("abc", {0: 2})
 
     def test_a_partial_block_is_never_promised(self) -> None:
-        """It has fewer tokens and its own name: no prompt has it as a whole block, and the whole one is another
-        block.
+        """A partial block has fewer tokens and its own name: no prompt has it as a whole block, and the whole block is
+        another one.
         """
         index = self._start_partial()
         index.store("ab")
@@ -77,8 +79,8 @@ class PartialStreams(OverIndex):
         index.expect("abc", {0: 3})
 
     def test_what_left_without_a_word_is_stored_once_more_and_removed_once(self) -> None:
-        """A leaf that a partial match took comes back with a second Stored; one Removed takes it, even if copies are
-        counted.
+        """A leaf that a partial match took comes back with a second Stored; one Removed then removes it, even from an
+        index that counts copies.
         """
         index = self._start_partial()
         index.store("abc")
@@ -90,12 +92,12 @@ class PartialStreams(OverIndex):
         index.expect("abc", {0: 3})
 
     def test_a_shorter_window_is_another_group(self) -> None:
-        """Each window stores the same names, and removes them by itself; the longest one, numbered last, counts."""
+        """Each window stores and removes the same names separately; the longest window, numbered last, counts."""
         self._needs_layer_groups()
         self._attention_group_decides((1, "full_attention", None), (0, "sliding_window", 8))
 
     def test_it_follows_traffic_of_two_windows(self) -> None:
-        """The index answers as the reference does for TensorRT-LLM with two windows: the longest one counts."""
+        """The index agrees with the reference index for TensorRT-LLM with two windows: the longest window counts."""
         self._start_partial()
         specs = [spec for spec in self._specs() if spec.name == "trtllm"]
         if not specs:
@@ -108,7 +110,7 @@ class PartialStreams(OverIndex):
                 self._follow(of_two, self._profile(of_two, 2 * _WINDOW, 2, 1), program, seed)
 
     def test_names_from_2_to_the_63_on_are_one_block_in_every_event(self) -> None:
-        """Hashes are unsigned: an index that reads some as signed loses what it stored."""
+        """Hashes are unsigned: an index that reads some as signed loses stored blocks."""
         index = self._start_partial()
         index.name_roots(p=2**63 + 5, q=2**64 - 1)
         for letters in ("pab", "qab"):
@@ -120,7 +122,7 @@ class PartialStreams(OverIndex):
         index.expect("qab", {0: 3})
 
     def test_a_block_that_is_updated_is_held(self) -> None:
-        """An Updated moves a block between tiers or changes its priority; it removes nothing, and links nothing."""
+        """An Updated moves a block between tiers or changes its priority; it removes no block and links none."""
         index = self._start_updated()
         index.store("abc")
         index.update("ab", levels=(0, 1))
@@ -133,7 +135,7 @@ class PartialStreams(OverIndex):
         index.expect_tiers("abc", {"device": {0: 2}})
 
     def test_priorities_say_nothing_of_what_is_held(self) -> None:
-        """A block may be stored with any priority from 0 to 100; one with a low priority is held like the others."""
+        """A block may be stored with any priority from 0 to 100; a low priority does not remove it."""
         index = self._start_partial()
         for letters, after, priority in (("a", "", 80), ("b", "a", 0), ("c", "ab", 100)):
             index.stored_at = (0, priority)
@@ -143,7 +145,7 @@ class PartialStreams(OverIndex):
         index.expect("abc", {0: 2})
 
     def test_what_is_stored_is_on_the_level_that_it_says(self) -> None:
-        """A block may be stored below the device, on any level, and come to the device by an Updated."""
+        """A block may be stored on any level below the device, and move to the device by an Updated."""
         index = self._start_updated()
         index.store("ab")
         for level in (1, 2):
@@ -156,7 +158,9 @@ class PartialStreams(OverIndex):
             index.expect_tiers("abc", {"device": {0: 2}})
 
     def test_a_longer_block_takes_the_place_of_its_shorter_sibling(self) -> None:
-        """A Removed of the partial block, then a Stored of the whole one, as in V2: the blocks before both are held."""
+        """A Removed of the partial block, then a Stored of the whole one, as in V2: the blocks before them stay
+        held.
+        """
         index = self._start_partial()
         index.store("ab")
         index.store_tail("c", after="ab", group=None)
@@ -166,12 +170,12 @@ class PartialStreams(OverIndex):
         index.expect("abcd", {0: 4})
 
     def test_layer_groups_have_any_order(self) -> None:
-        """The attention group of V2 may be the first; what the other one removes first is held in it."""
+        """The attention group of V2 may be the first group; it holds the blocks that the other group removes first."""
         self._needs_layer_groups()
         self._attention_group_decides((0, "full_attention", None), (1, "sliding_window", 8))
 
     def test_a_block_falls_level_by_level_and_comes_back_from_any(self) -> None:
-        """What is below the device is the host's, on whichever level; from the last one it is lost with a Removed."""
+        """Any level below the device counts as the host; a block leaves the last level with a Removed."""
         index = self._start_updated()
         index.store("abc")
         for levels in ((0, 1), (1, 2)):

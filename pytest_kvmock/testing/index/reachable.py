@@ -1,4 +1,4 @@
-"""How many Python objects an object holds: a leak adds to that, whatever the object reports as its size."""
+"""The number of Python objects that an object holds: a leak raises it, whatever size the object reports."""
 
 from __future__ import annotations
 
@@ -33,19 +33,19 @@ _NOT_OF_IT: Final = (
     GetSetDescriptorType,
     MemberDescriptorType,
 )
-"""What is not followed: objects of the interpreter, and those that would lead to everything else."""
+"""Kinds that are not followed: objects of the interpreter, and those that lead to all other objects."""
 
 _BUFFERS: Final = (bytes, bytearray, str, array)
 
 _A_PART: Final = 32
-"""Bytes of a buffer that count as one object: the reference keeps 8 for each name that is gone, as Dynamo does."""
+"""Bytes of a buffer that count as one object: the reference index keeps 8 for each removed name, as Dynamo does."""
 
 
 def reachable_from(subject: object) -> int:
-    """Return how many objects can be reached from one, with itself, its class's attributes, and containers of the
-    module of its class.
+    """Return the number of objects that can be reached from an object, its class's attributes, and the containers in
+    the module of its class.
 
-    Each 32 bytes of texts and buffers count as one. Memory of code outside of Python is not seen.
+    Each 32 bytes of strings and buffers count as one. Memory outside of Python is not seen.
 
     Args:
         subject: any object.
@@ -59,7 +59,7 @@ def reachable_from(subject: object) -> int:
         count += 1
         if isinstance(each, _BUFFERS):
             count += sys.getsizeof(each) // _A_PART
-        elif isinstance(each, FunctionType):  # its globals are those of a module
+        elif isinstance(each, FunctionType):  # its globals belong to a module
             todo += [*(each.__closure__ or ()), *(each.__defaults__ or ()), each.__dict__]
         else:
             todo += gc.get_referents(each)
@@ -72,7 +72,7 @@ def _roots(subject: object) -> Iterator[Any]:
         yield from (each for each in vars(kind).values() if not isinstance(each, property | staticmethod | classmethod))
         module = sys.modules.get(kind.__module__)
         for name, each in vars(module).items() if module is not None else ():
-            if not name.startswith("__") and _may_grow(each):  # its `__builtins__` is not part of it
+            if not name.startswith("__") and _may_grow(each):  # skips `__builtins__` and the like
                 yield each
 
 

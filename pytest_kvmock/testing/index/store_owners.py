@@ -1,7 +1,8 @@
 """Tests of an index with stores that workers share.
 
-A worker's stream says what it has put into a store, and each worker of the store can load it. No stream names deleted
-blocks. So an index may promise less of a store, or nothing, but to all of its workers alike.
+A worker's stream announces the blocks that it has put into a store, and each worker of the store can load them. No
+stream names deleted blocks. An index may therefore promise fewer blocks of a store, or none, but the same to all of its
+workers.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pytest_kvmock.values.tokens import Prompt
 _NOT_ASKED: Final = "stores is None: streams of workers that share a store were not checked"
 _MOST_WORKERS: Final = 8
 _TRAFFIC: Final = ((0, 1), (1, 1), (2, 2))
-"""Seeds of random traffic, and blocks of a chunk, which is in a store whole or not at all."""
+"""Seeds of random traffic, and blocks of a chunk; a store holds a chunk whole or not at all."""
 
 _BLOCKS: Final = 8
 _CHUNKS: Final = 3
@@ -33,10 +34,10 @@ _MOST_TICKS: Final = 20
 
 
 class SharedStores(TiersBelow):
-    """The part of `IndexContract` that is about stores that workers share.
+    """The part of `IndexContract` about stores that workers share.
 
     Attributes:
-        stores: the stores, as `kvmock(stores=...)` takes them, which `make_index` tells the index, too.
+        stores: the stores, as `kvmock(stores=...)` takes them; `make_index` passes them to the index, too.
     """
 
     stores: ClassVar[Mapping[str, Any] | None] = None
@@ -54,7 +55,7 @@ class SharedStores(TiersBelow):
         return None
 
     def _start_stores(self) -> Iterator[tuple[IndexDriver, StoreSpec]]:
-        """Start with a new index for each store; the test is skipped if none is declared."""
+        """Start a new index for each store; skip the test if no store is declared."""
         __tracebackhide__ = True
         if self.stores is None:
             self._start()
@@ -80,18 +81,17 @@ class SharedStores(TiersBelow):
         gone: int = -1,
         least: int = 0,
     ) -> int:
-        """Look up letters: workers of the store can have them up to `end`, or all alike up to where it is less.
-
-        Returns up to where it is.
+        """Look up a prompt: all workers of the store can load it up to `end`, or all up to the same smaller block.
+        Return this end.
 
         Args:
-            index: what is asked.
-            store: of which store.
-            letters: the blocks.
-            end: how many of them the store has, from where the device of each worker ends.
-            own: what the devices have, by worker.
+            index: the index that is queried.
+            store: the store.
+            letters: the blocks of the prompt.
+            end: number of leading blocks that the store completes, from where each worker's device ends.
+            own: leading blocks on the devices, by worker.
             gone: a worker of the store that has left.
-            least: how many of them were promised before something happened that took nothing from the store.
+            least: the end that was promised before an action that took nothing from the store.
         """
         __tracebackhide__ = True
         first: AssertionError | None = None
@@ -110,7 +110,9 @@ class SharedStores(TiersBelow):
         raise first
 
     def test_a_store_is_credited_alike_to_its_workers_and_to_no_other(self) -> None:
-        """With `stores`: whichever worker announced a block, all of the store can load it, from where they end."""
+        """With `stores`: whichever worker announced a block, all workers of the store can load it, from where their
+        devices end.
+        """
         for index, store in self._start_stores():
             writer, *_ = store.workers
             index.store("abcd", writer, tier=store.tier)
@@ -123,7 +125,7 @@ class SharedStores(TiersBelow):
             self._expect_store(index, store, "abcde", 5, {stranger: 2, last: 3})
 
     def test_what_is_announced_twice_is_in_a_store_once(self) -> None:
-        """With `stores`: a block is there or not, however many announced it: one Removed takes it from all."""
+        """With `stores`: however many workers announced a block, one Removed takes it from all of them."""
         for index, store in self._start_stores():
             for worker in (*store.workers, *store.workers):
                 index.store("abc", worker, tier=store.tier)
@@ -146,7 +148,7 @@ class SharedStores(TiersBelow):
             self._expect_store(index, store, "abcd", 4, {last: 3}, least=kept)
 
     def test_a_worker_that_leaves_takes_nothing_from_a_store(self) -> None:
-        """With `stores`: nothing can be loaded by a worker that was removed, and by the others as before."""
+        """With `stores`: a removed worker can load nothing; the others can load the same as before."""
         for index, store in self._start_stores():
             if index.index.remove_worker is None:
                 pytest.skip(f"{index.index.name} has no remove_worker: a worker of a store that leaves was not checked")
@@ -160,8 +162,8 @@ class SharedStores(TiersBelow):
             self._expect_store(index, store, "abcd", 4, {writer: 1}, least=kept)
 
     def test_what_leaves_a_store_stays_with_its_workers(self) -> None:
-        """With `stores`: what one stream takes back of a store is gone for all of its workers, whose devices keep what
-        they have; and what leaves a device stays in the store.
+        """With `stores`: a block that one stream removes from a store is gone for all of its workers, but stays on
+        their devices; a block that leaves a device stays in the store.
         """
         for index, store in self._start_stores():
             writer, last = store.workers[0], store.workers[-1]
@@ -177,7 +179,7 @@ class SharedStores(TiersBelow):
             self._expect_store(index, store, "abcd", 0, {last: 3})
 
     def test_a_hole_ends_what_a_store_promises(self) -> None:
-        """With `stores`: what stands behind a block that neither a worker nor the store has is not loaded."""
+        """With `stores`: blocks behind one that neither the worker nor the store has are not loaded."""
         for index, store in self._start_stores():
             writer, last = store.workers[0], store.workers[-1]
             index.store("ab", writer, tier=store.tier)
@@ -187,8 +189,8 @@ class SharedStores(TiersBelow):
             self._expect_store(index, store, "abcde", 5, {})
 
     def test_it_follows_workers_that_share_a_folder(self) -> None:
-        """With `stores`: the index answers as the reference index does in traffic over files that workers share, or
-        promises all of them less alike.
+        """With `stores`: under traffic over shared files, the index agrees with the reference index, or promises less,
+        and the same to all workers.
         """
         shared = [store for _, store in self._start_stores() if store.kind == "files"]
         specs = [spec for spec in self._specs() if "tiers" in spec.options and spec.traits_at(self.block_size).copies]

@@ -1,5 +1,5 @@
-"""What a router index promises for each tier, as for the device: edge cases of Removed, repeats, restarts, and lost
-events.
+"""Promises of a router index for each tier, the same as for the device: edge cases of Removed, repeats, restarts, and
+lost events.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _BELOW = (StorageTier.HOST_PINNED, StorageTier.DISK, StorageTier.EXTERNAL)
 
 
 class TierEdges(TiersBelow):
-    """The part of `IndexContract` that checks, for each tier below the device, what `WorkersThatGo` and others check
-    there.
+    """The part of `IndexContract` that repeats, for each tier below the device, the checks that `WorkersThatGo` and
+    others make there.
 
-    With `tiers` these are the tiers that it names: the host, and an external storage if one of them has it.
+    `tiers` limits these to the host, and external storage if a host has it.
     """
 
     def _start_each(self) -> Iterator[tuple[IndexDriver, StorageTier]]:
-        """Start with a new index for each tier; the test is skipped where the index does not tell tiers apart."""
+        """Start a new index for each tier; skip the test if the index does not tell tiers apart."""
         has_storage = self.tiers is None or any(host.storage for _, host in self._hosts())
         for tier in _BELOW if self.tiers is None else (_BELOW[0], *_BELOW[2:])[: 1 + has_storage]:
             yield self._start_tiered(), tier
@@ -36,7 +36,7 @@ class TierEdges(TiersBelow):
         index.expect_tiers(letters, {tier.value: blocks}, or_fewer=or_fewer)
 
     def test_a_removed_of_a_tier_takes_its_blocks_beside_one_that_nobody_stored(self) -> None:
-        """With `find_tiered`: an unknown block, first, last or between, hides no other of a Removed.
+        """With `find_tiered`: an unknown block in a Removed, at any place, does not hide the others.
 
         The index may raise.
         """
@@ -54,7 +54,9 @@ class TierEdges(TiersBelow):
                 self._expect_below(index, tier, "abcd", {0: 4, 1: 4})
 
     def test_a_removed_of_a_tier_leaves_siblings_workers_and_what_is_stored_again(self) -> None:
-        """With `find_tiered`: only what a Removed names is gone, of its worker, until it is stored again."""
+        """With `find_tiered`: a Removed takes only the blocks that it names, of its worker, until they are stored
+        again.
+        """
         for index, tier in self._start_each():
             for worker in (0, 1):
                 index.store("abcd", worker, tier=tier)
@@ -73,7 +75,7 @@ class TierEdges(TiersBelow):
     def test_a_block_stored_twice_in_a_tier_is_removed_as_often_as_copies_count(self) -> None:
         """With `find_tiered`: a second Stored changes no answer.
 
-        One Removed takes the block, where copies count two.
+        One Removed takes the block; two if copies count.
         """
         for index, tier in self._start_each():
             for _ in range(2):
@@ -86,7 +88,7 @@ class TierEdges(TiersBelow):
             self._expect_below(index, tier, "abc", {0: 2})
 
     def test_a_load_leaves_what_is_below(self) -> None:
-        """With `find_tiered`: a tier keeps what is stored on the device again, through any number of loads and
+        """With `find_tiered`: a tier keeps blocks that are loaded to the device again, through any number of loads and
         evictions.
         """
         for index, tier in self._start_each():
@@ -104,9 +106,10 @@ class TierEdges(TiersBelow):
             index.expect_tiers("abcd", {"device": {0: 2}})
 
     def test_a_cleared_of_a_tier_is_as_the_engine_says(self) -> None:
-        """With `find_tiered`: a Cleared empties all tiers of its worker, or leaves all, as `Traits.clears_below` says.
+        """With `find_tiered`: a Cleared empties all tiers of its worker, or none below the device
+        (`Traits.clears_below`).
 
-        Then all is stored again.
+        Afterwards the blocks can be stored again.
         """
         for index, tier in self._start_each():
             index.clear(0)
@@ -120,7 +123,9 @@ class TierEdges(TiersBelow):
                 self._expect_below(index, tier, "abc", {0: 2, 1: 3})
 
     def test_a_worker_that_is_removed_begins_again_in_each_tier(self) -> None:
-        """With `find_tiered`: after `remove_worker` a tier has what its worker stored since, and no other lost any."""
+        """With `find_tiered`: after `remove_worker` a tier has only what this worker stored since; other workers keep
+        their blocks.
+        """
         index = self._start_tiered()
         if index.index.remove_worker is None:
             pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves in tiers was not checked")
@@ -137,7 +142,7 @@ class TierEdges(TiersBelow):
     def test_after_a_gap_a_tier_has_no_more_than_came(self) -> None:
         """With `find_tiered`: after lost events, fewer blocks are right, too.
 
-        A Removed takes blocks that came, and blocks that did not.
+        A Removed names blocks that arrived, and blocks that were lost.
         """
         for index, tier in self._start_each():
             index.store("a", tier=tier)
@@ -164,7 +169,7 @@ class TierEdges(TiersBelow):
             self._expect_below(index, tier, "abc", {0: 3})
 
     def test_an_unannounced_restart_empties_each_tier(self) -> None:
-        """With "restart" in `survives`: what a worker had in a tier is gone when its event ids begin again."""
+        """With "restart" in `survives`: a worker's blocks in a tier are gone when its event ids begin again."""
         self._needs_surviving("restart")
         for index, tier in self._start_each():
             for worker in (0, 1):
@@ -182,11 +187,11 @@ class TierEdges(TiersBelow):
                 f"{type(self).__name__}.survives does not name {fault!r}: {SURVIVED[fault]} was not checked in tiers"
             )
 
-    # ------------------------------------------------------------------------ a host that is a copy, as vLLM's is
+    # ------------------------------------------------------------------------ a host that is a copy, as in vLLM
 
     def test_a_removed_of_a_host_that_is_a_copy_may_name_what_was_not_located(self) -> None:
-        """An unknown block, first, last or between, hides no other of a Removed of the host. The device stays as it
-        was.
+        """An unknown block in a Removed of the host, at any place, does not hide the others. The device is
+        unchanged.
         """
         for at in range(3):
             index, chains = self._start_native(), ["abc", "ab"]
@@ -199,7 +204,7 @@ class TierEdges(TiersBelow):
             index.expect_tiers("abc", {"host_pinned": {0: 1}})
 
     def test_a_host_that_is_a_copy_is_loaded_again_and_again(self) -> None:
-        """A load leaves the copy: after it the device evicts, and the host has what it had."""
+        """A load leaves the copy: when the device evicts again, the host still has its blocks."""
         index = self._start_native()
         index.store("abc")
         index.locate("a", "ab", "abc")

@@ -1,4 +1,4 @@
-"""What a router index promises of the tiers below the device, for each kind of host: Dynamo's, vLLM's and SGLang's."""
+"""Promises of a router index for the tiers below the device, for each kind of host: Dynamo's, vLLM's and SGLang's."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _HICACHE: Final[tuple[Mapping[str, Any], ...]] = (
     {"host": 16, "write_policy": "write_through_selective"},
     {"host": 6, "write_policy": "write_back"},
 )
-"""Hosts of SGLang's kind, with each policy; also hosts that are smaller than the device."""
+"""Hosts of SGLang's kind, with each policy; some are smaller than the device."""
 
 _BLOCKS: Final = 8
 _BLOCKS_OF_GROUPS: Final = 24
-"""Blocks of the device of an engine with one cache; or, if more, those of one with several caches or a draft model."""
+"""Blocks of the device: of an engine with one cache, and the least for one with several caches or a draft model."""
 
 
 _UNJUDGED: Final = (
     "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host removes, or "
     "drops what stands below a removed block"
 )
-"""What cannot be seen of an index that is asked for the device alone."""
+"""What look-ups of the device alone cannot show."""
 
 
 class TiersBelow(OverIndex):
-    """The part of `IndexContract` that is about tiers below the device."""
+    """The part of `IndexContract` about tiers below the device."""
 
     tiers: ClassVar[Sequence[Mapping[str, Any] | Tiers] | None] = None
 
     def _hosts(self) -> list[tuple[BackendSpec, Tiers]]:
-        """The engines of `backends` that have a host, each with one of those that it can have."""
+        """Return pairs of an engine of `backends` and a host that it can have."""
         __tracebackhide__ = True
         given = self.tiers
         able = [spec for spec in self._specs() if "tiers" in spec.options and (spec.group is None or given is not None)]
@@ -76,12 +76,12 @@ class TiersBelow(OverIndex):
         return found
 
     def _blocks_of(self, spec: BackendSpec) -> int:
-        """Blocks of a device that traffic fills: each group takes as many as a single cache."""
+        """Return the blocks of a device that traffic fills: each cache group takes as many as a single cache."""
         groups = len(spec.traits_at(self.block_size).groups or ())
         return _BLOCKS if spec.group is None else max(_BLOCKS * groups, _BLOCKS_OF_GROUPS)
 
     def _start_tiered(self, traits: Traits | None = None) -> IndexDriver:
-        """Start an index for an engine of these traits; the test is skipped where the index does not tell tiers apart.
+        """Start an index for an engine with these traits; skip the test if the index does not tell tiers apart.
 
         Without traits the host is Dynamo's, or has chunks of one block.
         """
@@ -105,7 +105,9 @@ class TiersBelow(OverIndex):
         return index
 
     def _start_native(self, chunk: int = 1) -> IndexDriver:
-        """Start an index for an engine that copies to its host in such chunks; skipped where `backends` names none."""
+        """Start an index for an engine that copies to its host in chunks of this size; skip the test if `backends`
+        names none.
+        """
         __tracebackhide__ = True
         found = (spec.traits_at(self.block_size, host) for spec, host in self._hosts())
         traits = next((each for each in found if each.chunk == chunk), None)
@@ -118,7 +120,7 @@ class TiersBelow(OverIndex):
     # ------------------------------------------------------------------------------------ tiers of either kind
 
     def test_a_tier_goes_on_where_the_faster_ones_end(self) -> None:
-        """With `find_tiered`: the blocks of a tier are those by which it extends the match of the faster tiers."""
+        """With `find_tiered`: a tier counts the blocks by which it extends the match of the faster tiers."""
         index = self._start_tiered()
         index.store("ab", 0)
         index.store("cd", 0, after="ab", tier=_HOST)
@@ -130,14 +132,14 @@ class TiersBelow(OverIndex):
         index.expect_tiers("xyz", {})
 
     def test_a_tier_goes_on_from_the_root_where_the_faster_ones_have_nothing(self) -> None:
-        """With `find_tiered`: a worker whose device has nothing of a prompt may have it in a tier below."""
+        """With `find_tiered`: a worker whose device has no block of a prompt may have it in a tier below."""
         index = self._start_tiered()
         index.store("abcd", 0, tier=_HOST)
         index.store("ab", 1, tier=StorageTier.EXTERNAL)
         index.expect_tiers("abcd", {"host_pinned": {0: 4}, "external": {1: 2}})
 
     def test_offloaded_blocks_need_no_parent(self) -> None:
-        """With `find_tiered`: offloaded blocks come in the order of their eviction, or in any order: a child may come
+        """With `find_tiered`: offloaded blocks arrive in the order of eviction, or in any order: a child may come
         before its parent.
         """
         index = self._start_tiered()
@@ -148,7 +150,9 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
 
     def test_a_block_of_two_tiers_counts_in_the_faster(self) -> None:
-        """With `find_tiered`: what the device has is not found again below; nor is what stands before its end."""
+        """With `find_tiered`: blocks on the device, and blocks before the end of its match, do not count again in a
+        tier below.
+        """
         index = self._start_tiered()
         index.store("abc")
         index.store("abcd", tier=_HOST)
@@ -177,7 +181,7 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abc", {"host_pinned": {0: 3}})
 
     def test_a_host_keeps_what_stands_below_a_copy_that_it_gives_up(self) -> None:
-        """With `find_tiered`: a host may give up a block that the device has, and keep its children (SGLang's
+        """With `find_tiered`: a host may drop a block that the device has, and keep its children (SGLang's
         `write_back`).
         """
         index = self._start_tiered()
@@ -187,8 +191,8 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abcd", {"device": {0: 2}, "host_pinned": {0: 2}})
 
     def test_a_cleared_or_removed_worker_has_nothing_in_any_tier(self) -> None:
-        """With `find_tiered`: a Cleared and `remove_worker` empty all tiers of the worker; a Cleared of vLLM's empties
-        the device alone.
+        """With `find_tiered`: a Cleared and `remove_worker` empty all tiers of the worker; a Cleared of vLLM empties
+        only the device.
         """
         index = self._start_tiered()
         for worker in (0, 1, 2):
@@ -206,24 +210,24 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abcd", {"device": both, "host_pinned": both})
 
     def test_it_follows_traffic_over_a_host(self) -> None:
-        """With `find_tiered`: the index answers as the reference index does, tier by tier, for engines with each of
-        the hosts.
+        """With `find_tiered`: the index agrees with the reference index, tier by tier, for engines with each kind of
+        host.
         """
         hosts = self._hosts()
         self._start_tiered(hosts[0][0].traits_at(self.block_size, hosts[0][1]) if hosts else Traits())
         if not hosts:
             pytest.skip("backends and tiers name no engine with a host: traffic over one was not checked")
         for spec, host in hosts:
-            # A block takes a millisecond, so that some are under way while others are served.
+            # The copy of a block takes a millisecond, so that some are under way while other requests are served.
             tiers = Tiers.of({"gbps": 1.0, "bytes_per_token": 1_000_000 // self.block_size, **host.to_dict()})
             for seed in range(2):
                 program = random_traffic(seed, 40, workers=2, most_ms=12)
                 self._follow(spec, EngineProfile(self.block_size, self._blocks_of(spec), 2, tiers=tiers), program, seed)
 
-    # --------------------------------------------------------------- a host that is a copy, as vLLM's is
+    # --------------------------------------------------------------- a host that is a copy, as in vLLM
 
     def test_what_the_device_lets_go_of_is_where_it_was_located(self) -> None:
-        """A location says where a known hash is; a Removed of the device leaves it there."""
+        """A location names where a known hash is; a Removed of the device leaves it there."""
         index = self._start_native()
         index.store("abcd")
         index.locate("abcd", "ab")
@@ -236,7 +240,7 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abcd", {"host_pinned": {0: 4}})
 
     def test_what_is_located_is_not_on_the_device(self) -> None:
-        """A location stores nothing on the device, and is not a copy of a block there."""
+        """A location stores nothing on the device, and is not a second copy of a block there."""
         index = self._start_native()
         index.store("ab")
         index.locate("ab", "a")
@@ -248,7 +252,7 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abc", {"device": {0: 3}})
 
     def test_a_host_removes_its_own_copies(self) -> None:
-        """A Removed of the host leaves the device as it was, and the host without the block."""
+        """A Removed of the host removes the block from the host only."""
         index = self._start_native()
         index.store("abcd")
         index.locate("a", "ab", "abc", "abcd")
@@ -270,7 +274,7 @@ class TiersBelow(OverIndex):
         index.expect_tiers("xy", {"host_pinned": {0: 2}})
 
     def test_a_location_may_come_before_what_it_is_of(self) -> None:
-        """A location is not a block; it is a place for one that may be known later."""
+        """A location is not a block, but the place of one that may become known later."""
         index = self._start_native()
         index.locate("ab", "abc")
         index.expect_tiers("abc", {})
@@ -279,7 +283,7 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abc", {"device": {0: 1}, "host_pinned": {0: 2}})
 
     def test_chunks_come_in_any_order(self) -> None:
-        """The chunks that one transfer copied have the order of a set: children come before their parents."""
+        """The chunks of one transfer come in the order of a set: children may come before their parents."""
         index = self._start_native(2)
         index.store("ef", after="abcd", tier=_HOST)
         index.store("cd", after="ab", tier=_HOST)
@@ -288,7 +292,7 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abcdef", {"host_pinned": {0: 6}})
 
     def test_copies_of_a_host_are_counted(self) -> None:
-        """Two chunks that begin with the same block name it twice, and once each where they are removed."""
+        """Two chunks that begin with the same block both name it, when they are stored and when they are removed."""
         index = self._start_native(2)
         index.store("ab", tier=_HOST)
         index.store("ax", tier=_HOST)
@@ -299,8 +303,8 @@ class TiersBelow(OverIndex):
         index.expect_tiers("ax", {})
 
     def test_a_block_that_is_loaded_again_is_a_copy(self) -> None:
-        """The last block of a prompt of whole blocks is loaded though the device has it: it is held until both are
-        removed.
+        """The last block of a prompt of whole blocks is loaded even if the device has it: it is held until both copies
+        are removed.
         """
         index = self._start_native()
         index.store("ab")
@@ -312,18 +316,20 @@ class TiersBelow(OverIndex):
         index.expect_tiers("ab", {"device": {0: 1}, "host_pinned": {0: 1}})
 
     def test_a_host_is_read_from_where_the_device_ends_and_there_is_no_way_back(self) -> None:
-        """A match takes the device first, then the host as far as it goes: blocks behind a hole are not loaded."""
+        """A match takes the device first, then the host up to the first missing block: blocks behind it are not
+        loaded.
+        """
         index = self._start_native()
         index.store("abcde")
         index.locate("a", "ab", "abc", "abcd", "abcde")
         index.remove("abc", tier=_HOST)
-        index.remove("ab", "abcd", "abcde")  # it keeps the third chain
+        index.remove("ab", "abcd", "abcde")  # the device keeps a, and abc behind the hole
         index.expect_tiers("abcde", {"device": {0: 1}, "host_pinned": {0: 1}})
         index.remove("ab", tier=_HOST)
         index.expect_tiers("abcde", {"device": {0: 1}})
 
     def test_part_of_a_chunk_is_worth_nothing(self) -> None:
-        """A chunk is loaded whole, or, if another chunk follows, from where the device ends inside it."""
+        """A chunk is loaded whole, or, if the device ends inside it and another chunk follows, from there."""
         index = self._start_native(2)
         index.store("abcdef")
         index.locate("ab", "abcd", "abcdef")  # each is the last block of its chunk
@@ -338,7 +344,7 @@ class TiersBelow(OverIndex):
         index.expect_tiers("abcdef", {"device": {0: 3}})
 
     def test_a_cleared_leaves_a_host_that_is_a_copy(self) -> None:
-        """A Cleared has no tier; vLLM's empties the device alone (`Traits.clears_below`)."""
+        """A Cleared has no tier; vLLM's empties only the device (`Traits.clears_below`)."""
         index = self._start_native()
         index.store("abc")
         index.locate("ab", "a")

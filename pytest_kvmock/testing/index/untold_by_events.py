@@ -1,9 +1,10 @@
-"""How an index must treat what no event says: how many pages a block has, and that an adapter was loaded again.
+"""How an index must treat facts that no event carries: the pages of a block, and an adapter that was loaded again.
 
-In an engine with context parallelism a page is smaller than a block, and an index that goes by the page misses every
+In an engine with context parallelism a page is smaller than a block, and an index that uses the page misses every
 look-up.
-vLLM names blocks by adapter and path, and events carry the name alone: loaded from another path, old blocks of an
-adapter are no longer served.
+
+vLLM names blocks by adapter and path, but events carry only the name: after an adapter is loaded from another path, its
+old blocks are no longer served.
 """
 
 from __future__ import annotations
@@ -26,16 +27,18 @@ _RENAMED: Final = 2**61 + 5
 
 
 class ContextParallel(OverIndex):
-    """The part of `IndexContract` that is about engines whose blocks have several pages.
+    """The part of `IndexContract` about engines whose blocks have several pages.
 
     Attributes:
-        dcp: how many pages a block has (`--decode-context-parallel-size` of vLLM, `--dcp-size` of SGLang).
+        dcp: pages per block (`--decode-context-parallel-size` of vLLM, `--dcp-size` of SGLang).
     """
 
     dcp: ClassVar[int] = 1
 
     def test_a_block_of_several_pages_is_found(self) -> None:
-        """`make_index` is given the page; events have blocks of `dcp` pages. It finds out, or raises on the event."""
+        """`make_index` is given the page; events have blocks of `dcp` pages. The index notices this, or raises on the
+        event.
+        """
         self._start()
         if not is_integer(self.dcp, 1) or self.block_size % self.dcp:
             refuse(self, f"dcp must divide block_size, {self.block_size} tokens, into pages; got {self.dcp!r:.80}")
@@ -46,23 +49,23 @@ class ContextParallel(OverIndex):
         index.names_of = self._names_of()
         try:
             index.store("ab")
-        except Exception:  # noqa: BLE001 - whatever it raises, it has said so
+        except Exception:  # noqa: BLE001 - any exception counts as a refusal
             return
         half = self.block_size // 2
         index.expect("ab", {0: 2})
-        index.expect("a", {0: 1}, tail=half)  # by the page this is more than a block, by the block it is one
+        index.expect("a", {0: 1}, tail=half)  # counted in pages the tail is another block, counted in blocks it is none
         index.expect("x", {}, tail=half)
 
 
 class ReloadedAdapters(OverIndex):
-    """The part of `IndexContract` that is about adapters which are loaded while engines run.
+    """The part of `IndexContract` about adapters that are loaded while engines run.
 
-    It is judged if the index has `adapter_loaded(name, path)`. An index that looks blocks up by the engine's own hashes
-    cannot be wrong, and others have no way to find out.
+    The test runs if the index has `adapter_loaded(name, path)`. An index that looks blocks up by the engine's own
+    hashes cannot be wrong, and other indexes have no way to find out.
     """
 
     def test_an_adapter_of_another_path_promises_nothing_of_before(self) -> None:
-        """After `adapter_loaded` from another path no old block of the adapter is found, and new ones are."""
+        """After `adapter_loaded` from another path, old blocks of the adapter are not found, and new ones are."""
         index = self._start()
         loaded = getattr(index.index.index, "adapter_loaded", None)
         if not callable(loaded):
@@ -81,7 +84,7 @@ class ReloadedAdapters(OverIndex):
             self._judge_new_blocks(index)
 
     def _judge_new_blocks(self, index: IndexDriver) -> None:
-        """What is stored with the new weights is found, and stays as the old blocks are evicted."""
+        """Check that blocks of the new weights are found, and stay when the old blocks are evicted."""
         __tracebackhide__ = True
         index.name_roots(a=_RENAMED)
         index.store("abc", keys=_KEYS)

@@ -1,5 +1,5 @@
-"""What a router index promises of workers that are cleared, removed or restarted, and of events that name what
-no worker stored.
+"""Promises of a router index for workers that are cleared, removed or restarted, and for events that name blocks no
+worker stored.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pytest_kvmock.testing.index.index_subject import SURVIVED, OverIndex
 
 
 class WorkersThatGo(OverIndex):
-    """The part of `IndexContract` that is about workers which go, and events that are lost."""
+    """The part of `IndexContract` about workers that leave, and events that were lost."""
 
     def test_a_cleared_worker_has_nothing(self) -> None:
-        """The others keep what they have."""
+        """A Cleared empties its worker; other workers keep their blocks."""
         index = self._start()
         index.store("abcd", 0)
         index.store("xy", 0)
@@ -26,7 +26,7 @@ class WorkersThatGo(OverIndex):
         index.expect("xy", {})
 
     def test_a_cleared_worker_can_store_again(self) -> None:
-        """A worker stores after a Cleared as a new one does."""
+        """After a Cleared a worker stores blocks like a new one."""
         index = self._start()
         index.store("abcd")
         index.clear()
@@ -36,7 +36,7 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {0: 4})
 
     def test_clearing_a_worker_that_has_nothing_is_no_error(self) -> None:
-        """Engines publish a Cleared whenever they are asked to clear."""
+        """Engines publish a Cleared at every request to clear, even of an empty cache."""
         index = self._start()
         index.clear(0)
         index.store("ab", 1)
@@ -44,7 +44,7 @@ class WorkersThatGo(OverIndex):
         index.expect("ab", {1: 2})
 
     def test_a_cleared_rank_leaves_the_other_ranks(self) -> None:
-        """A Cleared empties its own rank; with `clears = "worker"` all ranks of its worker."""
+        """A Cleared empties its own rank; with `clears = "worker"`, all ranks of its worker."""
         index = self._start()
         ranks = (0, 1) if self.tells_ranks_apart else (1,)
         for rank in ranks:
@@ -55,7 +55,7 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {(1, 0): 2, **left})
 
     def test_a_removed_worker_loses_all_its_ranks(self) -> None:
-        """`remove_worker` removes every rank, not rank 0 alone."""
+        """`remove_worker` removes every rank, not only rank 0."""
         index = self._start()
         if index.index.remove_worker is None:
             pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves was not checked")
@@ -66,7 +66,7 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {1: 2})
 
     def test_a_removed_worker_has_nothing(self) -> None:
-        """`remove_worker`, where the index has it, empties a worker and no other, which may come back."""
+        """`remove_worker`, if the index has it, empties only this worker, which may come back."""
         index = self._start()
         if index.index.remove_worker is None:
             pytest.skip(f"{index.index.name} has no remove_worker(worker_id): what it leaves was not checked")
@@ -75,7 +75,7 @@ class WorkersThatGo(OverIndex):
         index.store("ab", 10)
         index.store("a", 21)
         others = {2: 3, 10: 2, 21: 1}
-        index.expect("abcd", {1: 4, **others})  # an answer that must not be kept
+        index.expect("abcd", {1: 4, **others})  # an answer that the index must not cache
         index.remove_worker(1)
         index.expect("abcd", others)
         index.store("abcd", 1)  # the same event that it published before
@@ -85,9 +85,7 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {1: 2, **others})
 
     def test_a_removed_rank_leaves_the_others(self) -> None:
-        """`remove_worker_dp_rank`, where the index has it, empties one rank, which may come back, and no other of
-        its worker.
-        """
+        """`remove_worker_dp_rank`, if the index has it, empties only this rank, which may come back."""
         index = self._start()
         if index.index.remove_rank is None:
             pytest.skip(
@@ -135,8 +133,8 @@ class WorkersThatGo(OverIndex):
                     for letters in ("abc", "abc", "abd", "efgh", "abc"):
                         harness.worker(0).serve(prompt_of(letters, self.block_size))
                         self._check(harness)
-            # What counts each event twice is right again once the Removed came twice as well: here, only some come
-            # twice.
+            # An index that counts each event twice is right again once each Removed came twice; here only some events
+            # come twice.
             with self._harness(spec, num_blocks=3) as harness:
                 harness.faults.survive("double")
                 for number, letters in enumerate(("abc", "d", "efg", "abc", "hij")):
@@ -145,7 +143,7 @@ class WorkersThatGo(OverIndex):
                     self._check(harness)
 
     def test_an_unannounced_restart_is_noticed(self) -> None:
-        """With "restart" in `survives`: what a worker had is gone when its event ids begin again, as after a crash."""
+        """With "restart" in `survives`: a worker's blocks are gone when its event ids begin again, as after a crash."""
         index = self._start_surviving("restart")
         index.store("abcd", 0)
         index.store("abc", 1)
@@ -165,7 +163,7 @@ class WorkersThatGo(OverIndex):
         index.expect("xy", {0: 2})
 
     def _start_surviving(self, fault: str) -> IndexDriver:
-        """Start with a new index; the test is skipped unless the contract declares that the index survives a fault."""
+        """Start a new index; skip the test unless `survives` names the fault."""
         index = self._start()
         if fault not in self.survives:
             pytest.skip(f"{type(self).__name__}.survives does not name {fault!r}: {SURVIVED[fault]} was not checked")
@@ -174,7 +172,7 @@ class WorkersThatGo(OverIndex):
     # --------------------------------------------------------------------------------------- no worker stored it
 
     def test_a_child_of_an_unknown_parent_is_not_found(self) -> None:
-        """A Stored below a block that its worker does not hold makes no root; the index may refuse it."""
+        """A Stored below a block that its worker does not hold creates no root; the index may refuse it."""
         index = self._start()
         index.store("ab", 1)
         index.store("cd", 0, after="ab", may_be_refused=True)
@@ -184,9 +182,7 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {1: 2})
 
     def test_a_removed_takes_its_blocks_beside_one_that_nobody_stored(self) -> None:
-        """A Removed that also names an unknown block, first, last or between, removes the others; the index may
-        raise.
-        """
+        """A Removed that also names an unknown block, at any place, removes the others; the index may raise."""
         for chains in (("q", "abcd", "abc"), ("abcd", "abc", "q"), ("abcd", "q", "abc")):
             index = self._start()
             index.store("abcd", 0)

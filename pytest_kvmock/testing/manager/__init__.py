@@ -1,1 +1,1 @@
-"""The contracts of a block manager and of an eviction policy."""
+"""The contracts of block managers and eviction policies."""

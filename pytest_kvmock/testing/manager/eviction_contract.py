@@ -1,6 +1,6 @@
-"""What every eviction policy promises, as tests for a policy's test class to inherit.
+"""The promises of every eviction policy, as tests that a policy's test class inherits.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ class EvictionContract:
                 return S3Fifo(capacity)
 
     Attributes:
-        capacity: blocks that a policy is made for; no test has more of them.
-        prefix_closed: whether a chain that was freed tail first is evicted tail first, so that what stays is a prefix.
+        capacity: blocks that a policy is made for; no test uses more.
+        prefix_closed: whether a chain that was freed tail first is evicted tail first, so that a prefix stays.
     """
 
     capacity: ClassVar[int] = 16
     prefix_closed: ClassVar[bool] = False
 
     def make_policy(self, *args: Any, **kwargs: Any) -> EvictionPolicy:  # noqa: ARG002 - for those who define it
-        """Make a new policy. A subclass defines it, without arguments or with the capacity in blocks."""
+        """Make a new policy. A subclass defines this, without arguments or with the capacity in blocks."""
         __tracebackhide__ = True
         refuse(self, "define make_policy(self) or make_policy(self, capacity), which makes a new eviction policy")
 
@@ -58,13 +58,13 @@ class EvictionContract:
         assert slot_names(evicted) == [], f"evict(1) of a new policy gave {evicted}; expected nothing"
 
     def test_a_block_in_use_is_not_evictable(self) -> None:
-        """A block that was only registered is active."""
+        """A block that was registered and not freed is active."""
         slots = self._start()
         slots.chain(3)
         slots.expect_evictable([])
 
     def test_a_freed_block_is_evicted_once(self) -> None:
-        """An evicted block is forgotten."""
+        """A freed block can be evicted once; the policy then forgets it."""
         slots = self._start()
         slots.free(slots.chain(1))
         slots.expect_evicted([1], 1)
@@ -72,7 +72,7 @@ class EvictionContract:
         slots.expect_evictable([])
 
     def test_no_more_are_evicted_than_are_asked_for(self) -> None:
-        """The count of evict is a limit, and it may be 0."""
+        """The count given to evict is a limit, and may be 0."""
         slots = self._start()
         slots.free(slots.roots(4))
         for asked in (0, 1, 2):
@@ -80,7 +80,7 @@ class EvictionContract:
             assert asked == len(evicted), f"evict({asked}) of blocks enough gave {len(evicted)} blocks"
 
     def test_all_are_evicted_when_more_are_asked_for(self) -> None:
-        """An evict of more than there are evicts all."""
+        """An evict of more blocks than there are evicts all."""
         slots = self._start()
         slots.free(slots.roots(3))
         slots.expect_evicted([1, 2, 3], 5)
@@ -107,7 +107,7 @@ class EvictionContract:
         slots.expect_evictable([])
 
     def test_a_touch_makes_nothing_evictable(self) -> None:
-        """A match of an active block may change the order, and nothing else."""
+        """A match of an active block may change only the order."""
         slots = self._start()
         first, second = slots.roots(2)
         slots.policy._on_touch(first)
@@ -116,7 +116,7 @@ class EvictionContract:
         slots.expect_evicted([1, 2], 2)
 
     def test_a_chain_is_evicted_whole(self) -> None:
-        """Every block of a chain can be evicted; a child before its parent, where `prefix_closed` says so."""
+        """Every block of a chain can be evicted; with `prefix_closed`, a child before its parent."""
         slots = self._start()
         slots.free(slots.chain(6)[::-1])
         evicted = [name for _ in range(6) for name in slot_names(slots.policy.evict(1))]
@@ -132,7 +132,7 @@ class EvictionContract:
     # ------------------------------------------------------------------------------------- in which order
 
     def test_order_lists_evictions_in_order(self) -> None:
-        """What order() lists first is evicted first."""
+        """Blocks are evicted in the order that order() lists them."""
         slots = self._start()
         chain, roots = slots.chain(4), slots.roots(4)
         for freed in (chain[::-1], roots):
@@ -166,7 +166,7 @@ class EvictionContract:
         assert expected == evicted, f"evicted one by one they were {expected}; evict(7) gave {evicted}"
 
     def test_blocks_freed_one_by_one_are_evicted_as_those_freed_together(self) -> None:
-        """Insert of one slot, n times, is insert of n."""
+        """Inserting n slots one by one has the effect of one insert of n."""
         together, single = self._start(), self._start()
         freed = [slots.chain(4)[::-1] + slots.roots(2) for slots in (together, single)]
         together.policy.insert(freed[0])
@@ -178,7 +178,7 @@ class EvictionContract:
         )
 
     def test_the_same_life_gives_the_same_evictions(self) -> None:
-        """Evictions depend on no random number and on no address of an object."""
+        """Evictions depend neither on random numbers nor on object addresses."""
         expected = Life(self._start(), self.capacity, seed=1).live(300)
         again = Life(self._start(), self.capacity, seed=1).live(300)
         assert expected == again, f"two policies with the same life evicted {expected[:12]}... and {again[:12]}..."
@@ -186,7 +186,7 @@ class EvictionContract:
     # --------------------------------------------------------------------------------------------- a whole life
 
     def test_a_slot_may_be_registered_anew(self) -> None:
-        """An evicted slot comes back with another block; nothing of the old one is left."""
+        """An evicted slot comes back with another block; nothing of the old block is left."""
         slots = self._start()
         slots.free(slots.chain(3)[::-1])
         evicted = slots.policy.evict(3)
@@ -196,7 +196,7 @@ class EvictionContract:
         slots.expect_evicted([4, 5, 6], 4)
 
     def test_many_are_registered_after_many_were_evicted(self) -> None:
-        """One evict, then one register, as for the new blocks of one Use."""
+        """One evict, then one register of all slots, as for the new blocks of one Use."""
         slots = self._start()
         kept = slots.chain(2)
         slots.free(kept[::-1])
@@ -231,7 +231,7 @@ class EvictionContract:
         slots.expect_evicted([6, 7, 8, 9, 10], 6)
 
     def test_slots_stay_as_the_manager_filled_them(self) -> None:
-        """A policy writes `place` and `above`, and nothing else."""
+        """A policy writes only `place` and `above`."""
         slots = self._start()
         chain = slots.chain(4)
         slots.policy._on_touch(chain[0])
@@ -262,7 +262,7 @@ class EvictionContract:
         mine.expect_evictable([1, 2, 3])
 
     def test_a_look_up_by_place_finds_no_other_block(self) -> None:
-        """`_find` is for hashes that are not registered. With places of their own, two blocks do not collide."""
+        """`_find` is called for hashes that are not registered. Blocks at different places do not collide."""
         slots = self._start()
         policy = slots.policy
         slots.free(slots.chain(4)[::-1])
@@ -275,12 +275,12 @@ class EvictionContract:
         )
 
     def test_no_block_is_lost_or_doubled_in_a_long_life(self) -> None:
-        """Requests come and finish: exactly the blocks that none of them holds can be evicted."""
+        """Requests come and finish: exactly the blocks that no request holds can be evicted."""
         for seed in range(5):
             Life(self._start(), self.capacity, seed=seed).live(300)
 
     def test_a_manager_with_it_publishes_what_it_does(self) -> None:
-        """A block manager and a router stay in sync in any traffic."""
+        """A block manager with this policy and a router stay in sync under random traffic."""
         for seed in range(3):
             play(self._manager_world(), random_traffic(seed, 80, most_blocks=self.capacity // 3))
 

@@ -1,6 +1,6 @@
-"""Checks of a block manager under contract, and moves to drive it with.
+"""Checks of a block manager under contract, and moves that drive it.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from pytest_kvmock.values.events import BlockTokens, Cleared, KvCacheEvent, Remo
 from pytest_kvmock.values.moves import Block, Destroy
 
 
-class NotTaken(OSError):  # noqa: N818 - it is on purpose
-    """What a `RaisingSink` raises."""
+class NotTaken(OSError):  # noqa: N818 - raised on purpose
+    """The exception of a `RaisingSink`."""
 
 
 class RaisingSink:
-    """A sink that takes nothing.
+    """A sink that refuses every event.
 
     Attributes:
         refused: the events, in order.
@@ -36,7 +36,7 @@ class RaisingSink:
         storage_tier: StorageTier = StorageTier.DEVICE,  # noqa: ARG002 - a sink's signature
         token_ids: BlockTokens | None = None,  # noqa: ARG002 - a sink's signature
     ) -> None:
-        """Take no event."""
+        """Record and refuse an event."""
         self.refused.append(event)
         raise NotTaken("the contract's sink takes nothing")
 
@@ -45,9 +45,9 @@ class MoveTraffic:
     """Requests that use chains of a small tree, promote, and free their blocks tail first, as schedulers do.
 
     Args:
-        manager: under contract.
-        seed: which traffic.
-        fitting: whether it makes a Use only if it fits, and destroys a partial block that is freed.
+        manager: the manager under contract.
+        seed: seed of the traffic.
+        fitting: whether to make a Use only if it fits, and to destroy a freed partial block.
     """
 
     def __init__(self, manager: KvManager, seed: int, *, fitting: bool = False) -> None:
@@ -58,7 +58,7 @@ class MoveTraffic:
 
     @property
     def references(self) -> dict[Block, int]:
-        """The blocks in use, and their numbers of references."""
+        """The blocks in use, and the number of references to each."""
         counts: dict[Block, int] = {}
         for request in self._requests:
             for block in request:
@@ -66,7 +66,7 @@ class MoveTraffic:
         return counts
 
     def step(self) -> None:
-        """Do one move; none if the drawn one is not possible now."""
+        """Do one move; none if the drawn move is not possible now."""
         rng, requests = self._rng, self._requests
         kind = rng.choice(["use", "use", "promote", "free", "clear"])
         if kind == "use":
@@ -104,7 +104,7 @@ class MoveTraffic:
 
 
 def _path_to(block: int) -> list[int]:
-    """Block n stands below block n // 2, and 1 is the root of all."""
+    """Return the chain to a block. Block n is a child of block n // 2, and block 1 is the root."""
     return [block >> shift for shift in range(block.bit_length() - 1, -1, -1)]
 
 
@@ -112,7 +112,7 @@ def _path_to(block: int) -> list[int]:
 
 
 def published_rows(events: EventLog) -> list[tuple[Any, ...]]:
-    """The events, a row a block: kind, block, and a Stored's parent."""
+    """Return the events, one row per block: kind, block, and a Stored's parent."""
     rows: list[tuple[Any, ...]] = []
     for entry in events:
         data = entry.event.event.data
@@ -127,7 +127,7 @@ def published_rows(events: EventLog) -> list[tuple[Any, ...]]:
 
 
 def expect_published(events: EventLog, expected: Sequence[tuple[Any, ...]], after: str) -> None:
-    """Take the events since the last call, and compare them, a row a block."""
+    """Take the events since the last call, and compare them, one row per block."""
     __tracebackhide__ = True
     published = published_rows(events)
     events.take()
@@ -136,14 +136,14 @@ def expect_published(events: EventLog, expected: Sequence[tuple[Any, ...]], afte
 
 
 def expect_served(manager: KvManager, blocks: Sequence[Block], expected: int) -> None:
-    """A Use returns `expected` leading blocks."""
+    """Check that a Use returns `expected` leading blocks."""
     __tracebackhide__ = True
     served = manager.use(blocks)
     assert expected == served, f"use({value_text(list(blocks))}) answered {served!r}; expected {expected}, for they fit"
 
 
 def expect_counts(manager: KvManager, *, active: int, references: int, inactive: int) -> None:
-    """The three counts, and the share in use."""
+    """Check the three counts, and the share in use."""
     __tracebackhide__ = True
     counts = (manager.num_active_blocks, manager.num_active_block_refs, manager.num_inactive_blocks)
     assert (active, references, inactive) == counts, (
@@ -155,7 +155,7 @@ def expect_counts(manager: KvManager, *, active: int, references: int, inactive:
 
 
 def expect_references(manager: KvManager, expected: dict[Block, int]) -> None:
-    """The blocks in use, and their numbers of references."""
+    """Check the blocks in use, and the number of references to each."""
     __tracebackhide__ = True
     held = dict(manager.active_blocks)
     assert expected == held, f"active_blocks is {value_text(held)}; expected {value_text(expected)}"
@@ -166,7 +166,7 @@ def expect_references(manager: KvManager, expected: dict[Block, int]) -> None:
 
 
 def expect_resident(manager: KvManager, expected: Sequence[int] | set[int]) -> None:
-    """The cached blocks, in any order."""
+    """Check the cached blocks, in any order."""
     __tracebackhide__ = True
     resident = sorted(manager.resident())
     assert sorted(expected) == resident, (
@@ -175,7 +175,7 @@ def expect_resident(manager: KvManager, expected: Sequence[int] | set[int]) -> N
 
 
 def state_of(manager: KvManager) -> dict[str, Any]:
-    """All that a manager shows."""
+    """Return the visible state of a manager."""
     return {
         "active_blocks": dict(manager.active_blocks),
         "inactive_blocks": manager.inactive_blocks(),
@@ -187,13 +187,13 @@ def state_of(manager: KvManager) -> dict[str, Any]:
 
 
 def expect_unchanged(manager: KvManager, before: dict[str, Any], by: str) -> None:
-    """The visible state is unchanged (`state_of`)."""
+    """Check that the visible state (`state_of`) is unchanged."""
     __tracebackhide__ = True
     expect_same(before, state_of(manager), by)
 
 
 def expect_same(before: dict[str, Any], after: dict[str, Any], by: str) -> None:
-    """The visible values with these names are unchanged."""
+    """Check that the visible values in `before` are unchanged."""
     __tracebackhide__ = True
     changed = [
         f"{name} from {value_text(before[name])} to {value_text(after[name])}"

@@ -1,8 +1,8 @@
-"""What every block manager that takes moves promises, as tests for a manager's test class to inherit.
+"""The promises of every block manager that takes moves, as tests that a manager's test class inherits.
 
-One subject, one class: the promises, each a test.
+One class, with one test for each promise.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ OTHER_PARTIAL = UUID(int=2, version=4)
 class ManagerContract(OverBackend):
     """Tests that hold for every block manager that takes moves.
 
-    A subclass names it::
+    A subclass names the backend, or makes the manager::
 
         class TestMine(ManagerContract):
             backend = "lru"
@@ -50,18 +50,19 @@ class ManagerContract(OverBackend):
             def make_manager(self, num_blocks, block_size, sink):
                 return OtherManager(num_blocks, block_size, publish=sink.publish)
 
-    What it publishes is judged by all rules, and compared with its `resident()`.
+    All rules of events apply to what the manager publishes; the events are also compared with its `resident()`.
 
     Attributes:
         forgiving: False for a strict manager, such as those of kvbm-logical. True for one like that of dynamo-mocker
-            1.0.2: lists of a Use may differ in length; a Use that fails returns 0 and silently keeps what it took; a
-            Deref of a block that is not in use is ignored; a freed partial block stays in the pool until it is evicted.
+            1.0.2: lists of a Use may differ in length; a Use that fails returns 0 and silently keeps the blocks that it
+                took; a Deref of a block that is not in use is ignored; a freed partial block stays in the pool until it
+                is evicted.
     """
 
     forgiving: ClassVar[bool] = False
 
     def spec(self) -> BackendSpec:
-        """The backend under contract; fail the test if `forgiving` is not a bool."""
+        """Return the backend under contract; fail the test if `forgiving` is not a bool."""
         __tracebackhide__ = True
         if not isinstance(self.forgiving, bool):
             refuse(self, f"forgiving must be True or False, got {self.forgiving!r:.80}")
@@ -79,7 +80,7 @@ class ManagerContract(OverBackend):
     # -------------------------------------------------------------------------------------- used and freed
 
     def test_a_new_manager_is_empty(self) -> None:
-        """It holds nothing, and has published nothing."""
+        """A new manager holds no block, and has published no event."""
         manager, events = self._start(8)
         assert (8, self.block_size) == (manager.num_blocks, manager.block_size), (
             f"made with 8 blocks of {self.block_size} tokens, it has {manager.num_blocks} of {manager.block_size}"
@@ -89,7 +90,7 @@ class ManagerContract(OverBackend):
         expect_published(events, [], "it was made")
 
     def test_used_blocks_are_stored_in_order_under_one_another(self) -> None:
-        """A Use of unknown blocks stores each under the one before it."""
+        """A Use of unknown blocks stores each as the child of the one before it."""
         manager, events = self._start()
         expect_served(manager, [1, 2, 3], 3)
         expect_counts(manager, active=3, references=3, inactive=0)
@@ -97,7 +98,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_blocks_are_stored_under_the_parent_that_is_named(self) -> None:
-        """The first block of a Use is stored under the Use's parent."""
+        """The first block of a Use is stored as a child of the Use's parent."""
         manager, events = self._start()
         manager.use([1])
         events.take()
@@ -106,7 +107,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_what_follows_cached_blocks_is_stored_under_the_last_of_them(self) -> None:
-        """Of a Use only the new blocks are stored."""
+        """A Use stores only its new blocks."""
         manager, events = self._start()
         manager.use([1, 2])
         events.take()
@@ -115,7 +116,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_a_block_in_use_gets_one_more_reference(self) -> None:
-        """A Use of blocks in use adds a reference each, without an event."""
+        """A Use of blocks in use adds one reference to each, without an event."""
         manager, events = self._start()
         manager.use([1, 2])
         events.take()
@@ -125,7 +126,7 @@ class ManagerContract(OverBackend):
         expect_published(events, [], "use([1, 2]) while both were in use")
 
     def test_a_freed_block_stays_cached(self) -> None:
-        """A block that is freed is inactive and cached, and there is no event."""
+        """A freed block is inactive and cached; no event is published."""
         manager, events = self._start()
         manager.use([1, 2, 3])
         events.take()
@@ -136,7 +137,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_a_block_is_in_use_until_its_last_reference_is_freed(self) -> None:
-        """A block is in use until it was freed as often as it was used."""
+        """A block stays in use until it has been freed as often as it was used."""
         manager, events = self._start()
         manager.use([1])
         manager.use([1])
@@ -159,7 +160,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_a_deref_may_name_a_block_once_for_each_reference(self) -> None:
-        """A Deref that names a block as often as it is held frees it. If the block is held less often, the Deref is
+        """A Deref that names a block once for each reference frees it. With more names than references the Deref is
         refused; with `forgiving` the surplus is ignored.
         """
         manager, events = self._start()
@@ -190,7 +191,7 @@ class ManagerContract(OverBackend):
     # ---------------------------------------------------------------------------------------------- evicted
 
     def test_a_full_manager_evicts_as_many_as_it_needs(self) -> None:
-        """A full manager evicts as many blocks as a Use needs, and publishes which ones."""
+        """A full manager evicts as many blocks as a Use needs, and publishes them."""
         manager, events = self._start(8)
         for root in (1, 11):
             manager.use(range(root, root + 4))
@@ -206,8 +207,8 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_blocks_in_use_are_never_evicted(self) -> None:
-        """A Use that does not fit takes the number of leading blocks that it returns; with `forgiving` it returns 0 and
-        takes as many as fit.
+        """A Use that does not fit takes as many leading blocks as it returns; with `forgiving` it returns 0 and takes
+        as many as fit.
         """
         manager, events = self._start(8)
         manager.use(range(1, 7))
@@ -255,7 +256,7 @@ class ManagerContract(OverBackend):
     # -------------------------------------------------------------------------------------- partial blocks
 
     def test_a_partial_block_takes_room_and_is_no_event(self) -> None:
-        """A partial block takes room, and there is no event: no request can share it."""
+        """A partial block takes room, without an event: no request can share it."""
         manager, events = self._start()
         manager.use([1])
         events.take()
@@ -281,7 +282,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_a_partial_block_becomes_a_full_one(self) -> None:
-        """Promote stores it, under its parent."""
+        """A Promote stores the full block under its parent."""
         manager, events = self._start()
         manager.use([1, PARTIAL])
         events.take()
@@ -304,7 +305,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_a_partial_block_that_becomes_a_cached_one_gives_its_room_back(self) -> None:
-        """A Promote to a cached block frees the partial one, and uses the cached one."""
+        """A Promote to a cached block frees the partial one, and takes the cached block into use."""
         manager, events = self._start()
         manager.use([1, 2])
         manager.deref(2, 1)
@@ -346,7 +347,7 @@ class ManagerContract(OverBackend):
             expect_published(events, [], "a clear() that was refused")
 
     def test_looking_changes_nothing(self) -> None:
-        """Reading a property moves no block, and does not change when it is evicted."""
+        """Reading the state changes neither blocks nor the order of eviction."""
         manager, events = self._start()
         for root in (1, 11):
             manager.use(range(root, root + 3))
@@ -356,7 +357,7 @@ class ManagerContract(OverBackend):
         before = state_of(manager)
         for _ in range(2):
             manager.prefill_cost(ActiveSequence([0] * 9, 1, self.block_size))
-            # In order, the fault would not show.
+            # In forward order the fault would not show.
             for block in (*before["inactive_blocks"][::-1], 1, 99, PARTIAL):
                 manager.references(block)
             expect_unchanged(manager, before, "questions alone")
@@ -383,7 +384,7 @@ class ManagerContract(OverBackend):
     # ---------------------------------------------------------------------------------- events and listeners
 
     def test_event_ids_count_from_0(self) -> None:
-        """Event ids count from 0, one by one, whatever the event."""
+        """Event ids count from 0 without gaps, for any kind of event."""
         manager, events = self._start(4)
         for root in (1, 11, 21):
             manager.use([root, root + 1])
@@ -396,7 +397,7 @@ class ManagerContract(OverBackend):
         events.assert_no_event_errors()
 
     def test_an_id_that_is_taken_is_used_up(self) -> None:
-        """`take_event_id` is for code that publishes in the manager's name."""
+        """An id from `take_event_id`, which code that publishes in the manager's name uses, is not used again."""
         sink = CapturingSink()
         manager = self._make(sink)
         taken = manager.take_event_id()
@@ -414,7 +415,7 @@ class ManagerContract(OverBackend):
         assert tokens == published, f"blocks with the tokens {tokens} were stored; the events had {published}"
 
     def test_a_sink_that_raises_does_not_stop_it(self) -> None:
-        """When its sink raises, a manager completes the move, and may raise then; each event's id is used up."""
+        """When its sink raises, a manager completes the move, and may then raise; the id of each event is used up."""
         refusing = RaisingSink()
         manager = self._make(refusing)
         blocks = list(range(1, manager.num_blocks + 1))
@@ -440,7 +441,7 @@ class ManagerContract(OverBackend):
         assert ids and ids[0] > 0, f"after an event that its sink refused, the next ids were {ids}; expected 1 or more"
 
     def test_without_a_sink_no_event_id_is_used_up(self) -> None:
-        """A manager without a sink takes no event id."""
+        """A manager without a sink uses no event ids."""
         manager = self._make(None)
         expect_served(manager, [1, 2], 2)
         expect_counts(manager, active=2, references=2, inactive=0)
@@ -462,8 +463,8 @@ class ManagerContract(OverBackend):
     # ------------------------------------------------------------------------------------ what is refused
 
     def test_a_deref_of_what_is_not_held_is_refused_and_changes_nothing(self) -> None:
-        """A Deref of blocks that are unknown, inactive or held less often is refused. With `forgiving` the references
-        that are held are dropped, and the rest is ignored.
+        """A Deref of blocks that are unknown, inactive or held less often is refused. With `forgiving` it drops the
+        references that are held, and ignores the rest.
         """
         for blocks in ([9], [2], [1, 1], [OTHER_PARTIAL], [PARTIAL, PARTIAL]):
             if self.forgiving:
@@ -479,19 +480,19 @@ class ManagerContract(OverBackend):
         """A Use is refused if its parent is partial or a block is neither a hash nor partial, and, without `forgiving`,
         if its lists differ in length.
         """
-        self.spec()  # refuses a block size that the manager cannot have
+        self.spec()  # fails the test if the manager refuses the block size
         tokens = [[1] * self.block_size]
         lengths = (Use([9], [9, 10], [9]), Use([9], [9], [9, 10]), Use([9], [9], [9], tokens * 2))
         for move in (
             *(() if self.forgiving else lengths),
             Use([9], [9], [9], parent=PARTIAL),
-            Use(["nine"], [9], [9]),  # type: ignore[list-item]  # what is refused
+            Use(["nine"], [9], [9]),  # type: ignore[list-item]  # the invalid value under test
             Use([-1], [9], [9]),
         ):
             self._expect_refused(move)
 
     def test_an_unknown_parent_is_refused_and_changes_nothing(self) -> None:
-        """A short form with an unknown parent is refused."""
+        """`use` and `promote` refuse an unknown parent."""
         self._expect_refused("use([9], parent=77)", lambda manager: manager.use([9], parent=77))
         self._expect_refused("promote(PARTIAL, 9, parent=77)", lambda manager: manager.promote(PARTIAL, 9, parent=77))
 
@@ -500,7 +501,7 @@ class ManagerContract(OverBackend):
         self._expect_refused("a move")
 
     def _expect_silence(self, move: Deref) -> None:
-        """References that are held are dropped, and the rest of the Deref is ignored."""
+        """Check that a Deref drops the references that are held, and ignores the rest."""
         __tracebackhide__ = True
         manager, events = self._start()
         manager.use([1, 2, PARTIAL])
@@ -531,7 +532,7 @@ class ManagerContract(OverBackend):
     # --------------------------------------------------------------------------------------- in any traffic
 
     def test_every_block_is_somewhere_in_any_traffic(self) -> None:
-        """After each move counts add up, and the events agree with what is resident."""
+        """After each move the counts add up, and the events agree with the resident blocks."""
         for seed in range(5):
             manager, events = self._start(8)
             traffic = MoveTraffic(manager, seed, fitting=self.forgiving)

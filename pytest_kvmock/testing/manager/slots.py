@@ -1,6 +1,6 @@
-"""An eviction policy under contract: its slots, filled as a block manager fills them, and a random life of them.
+"""An eviction policy under contract: slots filled as a block manager fills them, and random requests on them.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from pytest_kvmock.values.plh import lineage_fragment, lineage_hash, lineage_pos
 
 
 def slot_names(slots: Sequence[Slot]) -> list[int]:
-    """The names of their blocks."""
+    """Return the names of the blocks in these slots."""
     return [slot.name for slot in slots]
 
 
 def filled_by_manager(slot: Slot) -> tuple[object, ...]:
-    """The fields of a slot that the manager fills."""
+    """Return the fields of a slot that the manager fills."""
     return slot.plh, slot.name, slot.refs, slot.aliases
 
 
 class Slots:
-    """Calls a policy as a manager does; its blocks are 1, 2, 3 in the order in which they are registered.
+    """Calls a policy as a manager does; blocks are named 1, 2, 3 … in the order of registration.
 
     Args:
         policy: the policy under contract.
@@ -64,37 +64,37 @@ class Slots:
         return slots
 
     def free(self, slots: Sequence[Slot]) -> None:
-        """Make them inactive."""
+        """Make these slots inactive."""
         for slot in slots:
             slot.refs = 0
         self.policy.insert(slots)
 
     def hold(self, slots: Sequence[Slot]) -> None:
-        """Make them active."""
+        """Make these slots active."""
         for slot in slots:
             slot.refs = 1
         self.policy.remove(slots)
 
     def expect_evictable(self, names: list[int]) -> None:
-        """These blocks can be evicted, and no others."""
+        """Check that exactly these blocks can be evicted."""
         __tracebackhide__ = True
         order = slot_names(self.policy.order())
         assert names == sorted(order), f"order() is {order}; the blocks that no request holds are {names}"
 
     def expect_evicted(self, names: list[int], count: int) -> None:
-        """Evict `count` slots; they are `names`, in any order."""
+        """Evict `count` slots, and check that they are `names`, in any order."""
         __tracebackhide__ = True
         evicted = slot_names(self.policy.evict(count))
         assert names == sorted(evicted), f"evict({count}) gave {evicted}; expected {names}, in any order"
 
 
 class Life:
-    """Random requests, as a scheduler would serve them, and what must be true of the policy all the time.
+    """Random requests, as a scheduler would serve them, with checks of the policy after each step.
 
     Args:
-        slots: of the policy under contract.
-        capacity: how many blocks its manager has.
-        seed: which life.
+        slots: slots of the policy under contract.
+        capacity: number of blocks of its manager.
+        seed: seed of the random requests.
     """
 
     def __init__(self, slots: Slots, capacity: int, seed: int) -> None:
@@ -106,7 +106,7 @@ class Life:
         self._evicted: list[int] = []
 
     def live(self, steps: int) -> list[int]:
-        """Have requests come and finish.
+        """Admit and finish random requests.
 
         Returns:
             The evicted blocks, in order.
@@ -152,7 +152,7 @@ class Life:
         self._requests.append(before + fresh)
 
     def _path(self, slot: Slot) -> list[Slot]:
-        """The blocks from the root to this one; none if one of them was evicted."""
+        """Return the blocks from the root to this one; an empty list if one of them was evicted."""
         path = [slot]
         while (above := self._slots.parents[path[0].name]) is not None:
             parent = self._cached.get(above)

@@ -1,1 +1,1 @@
-"""The contract of a router that is a process of its own."""
+"""The contract of a router that runs as a separate process."""

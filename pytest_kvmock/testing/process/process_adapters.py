@@ -1,7 +1,7 @@
-"""What a router process promises of adapters that are loaded while engines run, where it is told of them.
+"""Promises of a router process for adapters that are loaded while engines run, if it is notified of them.
 
-No event says that an adapter was loaded again, nor from where: events of its old and its new blocks differ in hashes
-alone, which a router that names blocks by tokens cannot compare.
+No event reports that an adapter was loaded again, or from where: events of its old and new blocks differ only in
+hashes, which a router that names blocks by tokens cannot compare.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _WHAT: Final = "what it makes of an adapter that is loaded from another path"
 
 
 class ProcessAdapters(ProcessTraffic):
-    """The part of `ProcessContract` that is about adapters which are loaded while engines run.
+    """The part of `ProcessContract` about adapters that are loaded while engines run.
 
-    It is judged of a process that has `adapter_loaded(name, path)`.
+    The test runs if the class has `adapter_loaded(name, path)`.
     """
 
     @pytest.mark.kvmock(workers=2, num_blocks=4096)
     def test_an_adapter_of_another_path_promises_nothing_of_before(
         self, _kvmock_servers: Callable[..., KvServer]
     ) -> None:
-        """An adapter is loaded again from another path: what the process knows of its old blocks is worth nothing."""
+        """An adapter is loaded again from another path: its old blocks are no longer found."""
         self._needs_events()
         if getattr(self, "adapter_loaded", None) is None:
             self.skip("it has no adapter_loaded(name, path)", _WHAT, "adapter_loaded(name, path), which tells it,")
@@ -64,8 +64,8 @@ class ProcessAdapters(ProcessTraffic):
                 )
 
     def _load(self, world: ProcessWorld, path: str) -> None:
-        """Have all engines load the adapter from a path in place of what they have, and tell the process."""
+        """Let all engines load the adapter from a path in place of the old one, and notify the process."""
         for worker in world.workers:
             world.load_adapter(worker, _NAME, path)
-        told: Callable[[str, str], object] = getattr(self, "adapter_loaded")  # noqa: B009 - a subclass may have it
+        told: Callable[[str, str], object] = getattr(self, "adapter_loaded")  # noqa: B009 - a subclass may define it
         told(_NAME, path)

@@ -1,4 +1,4 @@
-"""The client of a router process under a contract: what it sends, and what came back, part by part."""
+"""The client of a router process under contract: the requests that it sends, and the answers, part by part."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ DONE: Final = "[DONE]"
 
 @dataclass(slots=True)
 class Reply:
-    """What came back.
+    """The answer to a request.
 
     Attributes:
-        status: of the answer; None: there was none, the connection was closed before.
-        headers: by names in lower case.
-        body: what came of it.
-        is_whole: whether it came to its end, by the rules of HTTP.
-        error: what ended it before; "": nothing.
+        status: the status of the answer; None: the connection was closed before an answer.
+        headers: the headers, by names in lower case.
+        body: the received part of the body.
+        is_whole: whether the body is complete by the rules of HTTP.
+        error: the error that ended it early; "": none.
     """
 
     status: int | None = None
@@ -34,13 +34,13 @@ class Reply:
 
     @property
     def chunks(self) -> list[str]:
-        """The data of each event of a stream that came whole, its end too."""
+        """The data of each complete event of a stream, including its end."""
         *events, _ = self.body.decode(errors="replace").replace("\r\n", "\n").split("\n\n")
         return [each.removeprefix("data:").strip() for each in events if each.startswith("data:")]
 
     @property
     def is_finished(self) -> bool:
-        """Whether a stream says that it is over: by its end, or by a reason why it finished."""
+        """Whether a stream is finished: it has the final event, or a finish reason."""
         return any(each == DONE or finish_reason_of(each) is not None for each in self.chunks)
 
     @property
@@ -50,25 +50,25 @@ class Reply:
 
     @property
     def has_an_end(self) -> bool:
-        """Whether its form says where it ends: without, that its connection is closed is all that there is."""
+        """Whether the answer's form marks its end; without a mark, only the closed connection shows it."""
         return "chunked" in self.headers.get("transfer-encoding", "") or "content-length" in self.headers
 
     @property
     def generated(self) -> str:
-        """The text that was generated, of an answer of OpenAI's form; "" where there is none."""
+        """The generated text of an answer in OpenAI's form; "" if there is none."""
         parts = self.chunks or [self.body.decode(errors="replace")]
         return "".join(_text_of(each) for each in parts)
 
     @property
     def text(self) -> str:
-        """How it reads in a message."""
+        """The answer as text for a message."""
         if self.status is None:
             return f"no answer ({self.error})"
         return f"{self.status} {self.body[:200]!r}" + (f", and then {self.error}" if self.error else "")
 
 
 def finish_reason_of(chunk: str) -> str | None:
-    """Return why a choice of a chunk finished; None: it did not, or it is no chunk."""
+    """Return the finish reason of a chunk's choice; None if it has none, or is not a chunk."""
     try:
         choices = json.loads(chunk)["choices"]
         return next((each["finish_reason"] for each in choices if each.get("finish_reason")), None)
@@ -84,25 +84,25 @@ def _text_of(part: str) -> str:
 
 
 def _text_of_choice(choice: Mapping[str, Any]) -> str:
-    """The text of a choice: of a completion, or of a chat, whole or a part of a stream."""
+    """Return the text of a choice of a completion or chat, whole or part of a stream."""
     said = choice.get("message") or choice.get("delta") or {}
     return str(choice.get("text") or said.get("content") or "")
 
 
 class PendingReply:
-    """A request that was sent, whose answer is read when it is asked for.
+    """A request that was sent; its answer is read on demand.
 
     Args:
-        url: where to.
-        path: of the request.
+        url: the server.
+        path: path of the request.
         body: an object, sent as JSON.
-        headers: of the request.
+        headers: headers of the request.
         timeout: seconds for each part of the answer.
 
     Attributes:
         path: as above.
         body: as above.
-        reply: what came of its answer.
+        reply: the received part of its answer.
     """
 
     def __init__(self, url: str, path: str, body: Any, headers: Mapping[str, str], timeout: float) -> None:
@@ -121,7 +121,7 @@ class PendingReply:
         self.reply.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
 
     def _begun(self) -> http.client.HTTPResponse | None:
-        """Return the answer, of which the headers are there; None: there is none."""
+        """Return the answer once its headers are there; None if there is no answer."""
         reply = self.reply
         if self._answer is None and not reply.error:
             try:
@@ -134,7 +134,7 @@ class PendingReply:
         return self._answer
 
     def _read_on(self) -> bool:
-        """Read what there is, or wait for more; False: there is no more."""
+        """Read what has arrived, or wait for more; return False at the end."""
         answer = self._begun()
         if answer is None or self.reply.error or self.reply.is_whole:
             return False
@@ -146,28 +146,28 @@ class PendingReply:
         self.reply.body += data
         if data:
             return True
-        # Of what has a length, all came; what has none ends with its connection.
+        # A body with a length is whole when all bytes came; one without ends with its connection.
         self.reply.is_whole = not answer.length
         if not self.reply.is_whole:
             self.reply.error = f"the connection was closed, and {answer.length} bytes were missing"
         return False
 
     def chunks(self, count: int) -> list[str]:
-        """Return the first `count` events of a stream, or those that came if it ended, or no more came in time."""
+        """Return the first `count` events of a stream; fewer if it ended, or no more came in time."""
         while len(self.reply.chunks) < count and self._read_on():
             pass
         return self.reply.chunks[:count]
 
     def finish(self) -> Reply:
-        """Return the answer, with all that comes of it."""
+        """Read the answer to its end, and return it."""
         while self._read_on():
             pass
         self.close()
         return self.reply
 
     def close(self) -> None:
-        """Go away, whatever is to come still."""
-        if self._answer is not None:  # it holds the socket, too
+        """Close the connection, even if the answer is not complete."""
+        if self._answer is not None:  # the answer holds the socket, too
             with suppress(OSError):
                 self._answer.close()
         self._connection.close()

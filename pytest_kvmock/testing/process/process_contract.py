@@ -1,8 +1,8 @@
-"""What every router process promises, as tests that the tests of one inherit: it believes what is true, and passes on
-what it is given.
+"""The promises of every router process, as tests that a process's test class inherits: its beliefs are right, and it
+passes on what it receives.
 
-One subject: the promises. `process_subject` has what is given of it, `process_judge` what tests have in common,
-`process_world` engines behind sockets, the process, what is sent and what is asked.
+This module has the promises. `process_subject` has the declarations of a process, `process_judge` the common parts of
+the tests, and `process_world` engines behind sockets, the process, and the requests to it.
 """
 
 from __future__ import annotations
@@ -27,39 +27,38 @@ if TYPE_CHECKING:
     from pytest_kvmock.servers.serve.kv_server import KvServer
 
 _ENDED: Final = 30
-"""Requests that end well on one worker, each with two blocks of its own as `FRESH` have.
-
-Who counts any of it for ever sends it none of those.
+"""Requests that end well on one worker, each with two new blocks like the `FRESH` prompts. A router that never stops
+counting them sends this worker none of the `FRESH` prompts.
 """
 
 _MAY_BE_LATE: Final = 2
-"""This many of them may go elsewhere: a client may have the end of an answer before the process has counted it."""
+"""Number of them that may go elsewhere: a client may see the end of an answer before the process has counted it."""
 
 _OR_TEXT_ALONE: Final = "takes_token_ids = False says that it takes text alone"
 
 _HELD: Final = 8
 _UNCACHED: Final = 4
 _FRESH_BLOCKS: Final = 2
-"""Blocks of the prompts of open requests that are cached, of those that are not, and of a prompt that no worker holds.
-"""
+"""Cached and uncached blocks in the prompts of open requests, and blocks of a prompt that no worker holds."""
 
 _PAGES: Final = 4
 _LOOKUPS: Final = 8
-"""Pages of a block, and prompts of a block and a half that are looked up: by chance one of two workers gets all 8 of
-its own in 1 of 256."""
+"""Pages of a block, and prompts of a block and a half that are looked up: by chance all 8 go to the worker that holds
+them in 1 case of 256."""
 
 _PICTURE: Final = "data:image/png;base64,iVBORw0KGgo="
 
 
 def _most_for_the_least(most: int, least: int, *, is_cached: bool) -> int:
-    """Return how many fresh prompts the least loaded worker takes and is that still, in any unit of load.
+    """Return how many fresh prompts the least loaded worker can take and still be the least loaded, in any unit of
+    load.
 
-    Load is requests, blocks of their prompts, or blocks of them to compute.
+    Load is measured as requests, blocks of their prompts, or blocks to compute.
 
     Args:
-        most: open requests of the worker that has the most.
-        least: open requests of the other one.
-        is_cached: whether the other one holds the first blocks of their prompts, so that it computes no more of each.
+        most: open requests of the most loaded worker.
+        least: open requests of the other worker.
+        is_cached: whether the other worker holds the first blocks of the prompts, and does not compute them.
     """
     whole = _HELD + _UNCACHED
     computed = _UNCACHED * most - (_UNCACHED if is_cached else whole) * least
@@ -70,81 +69,79 @@ _fleet = pytest.mark.kvmock(workers=2, num_blocks=4096)
 
 
 class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
-    """Tests that hold for every router that is a process.
+    """Tests that hold for every router process.
 
-    A subclass says how it is started, and how it is asked what it knows::
+    A subclass defines how the process is started, and how its known blocks are queried::
 
         class TestMyRouter(ProcessContract):
             def command(self, engines):
                 return ["./router", "--port", str(engines.port), *engines.urls]
 
-            def blocks(self, prompt):  # if it can be asked
+            def blocks(self, prompt):  # if it can be queried
                 return {0: 4}
 
-    Each test starts engines by `_kvmock_servers`, and the process before them. What it cannot answer, or is not made
-    for, is a skip that says what was not judged and what would let it.
+    Each test starts engines by `_kvmock_servers`, and the process in front of them. A test of something that the
+    process does not support is skipped; the skip names what was not judged, and what would allow it.
 
-    Three more methods may be there. `open_requests(self)` returns how many requests it counts as open: after each test
-    that must be none. `moved(self, engines)` has it use other engines from then on: a worker that comes up under a new
-    address is judged by it. `blocks_by_owner(self, prompt)` returns what each worker can load from each store, beyond
-    its faster tiers: `{"disk": {0: 4, 1: 4}}`.
-    `adapter_loaded(self, name, path)` tells it that engines loaded an adapter.
+    Four more methods are optional. `open_requests(self)` returns the number of requests that the process counts as
+    open: it must be 0 after each test. `moved(self, engines)` makes the process use other engines from then on; it is
+    needed to judge a worker that starts under a new address. `blocks_by_owner(self, prompt)` returns the blocks that
+    each worker can load from each store, beyond its faster tiers: `{"disk": {0: 4, 1: 4}}`.
+    `adapter_loaded(self, name, path)` notifies the process that engines loaded an adapter.
 
     Attributes:
-        dialects: what engines speak; each test runs over each.
-        url: of a process that runs already, in place of a `command`; its engines listen at `ports`. Within a test the
-            process that is judged.
-        ports: `http`, `events` and `replay` of the first of two engines, as `KvServer` takes them; the second has the
-            next ones.
-        http: how ranks of an engine share ports of HTTP, as `KvServer` takes it: "worker"; with "rank" each worker has
-            two ranks, each at a port of its own; with "node" four, two behind each of two ports, where clients name
-            them 0 and 1, and events by their numbers in the worker. Each port is one of `engines`.
-        timeout_s: seconds within which it does what is waited for; there is no other limit.
-        headers: what a client sends must reach the engine.
-        packs: it fills one worker before it uses another, on purpose: that each gets some is not judged.
-        first_of_equals: of workers that are alike it takes the first, on purpose: that an idle fleet is shared is not
-            judged.
-        follows_prefix: a prompt goes where its prefix is, however loaded that is; else an idle fleet alone is asked.
-        goes_by_prefix: it sends a prompt to who holds most of it. False: where it sends prompts says nothing of what it
+        dialects: the dialects of the engines; each test runs over each.
+        url: the URL of a process that already runs, in place of a `command`; its engines listen at `ports`. Within a
+            test: the process under contract.
+        ports: `http`, `events` and `replay` of the first of two engines, as `KvServer` takes them; the second engine
+            has the next ports.
+        http: how ranks of an engine share HTTP ports, as `KvServer` takes it: "worker"; with "rank" each worker has two
+            ranks, each at a separate port; with "node" four, two behind each of two ports. Clients name these 0 and 1,
+            and events name them by their numbers in the worker. Each port is one entry of `engines`.
+        timeout_s: seconds that tests wait for the process; there is no other time limit.
+        headers: headers of the client, which must reach the engine.
+        packs: it fills one worker before it uses another, on purpose; sharing among workers is not judged.
+        first_of_equals: it takes the first of equal workers, on purpose; sharing of an idle fleet is not judged.
+        follows_prefix: it sends a prompt where its prefix is at any load; if not, only an idle fleet is queried.
+        goes_by_prefix: it sends a prompt to the worker that holds most of it. False: its picks do not show what it
             knows.
-        retries: what an engine did not answer is sent to another one, so that a client notices nothing.
-        hears_events: it hears the events of engines. False: it knows what it has sent alone.
-        counts_open: its own open requests count where it chooses.
-        cools_down_s: seconds in which it sends nothing to a worker that answered with an error or cut a stream, at
-            most 60; tests wait so long after such.
+        retries: it sends a request that an engine did not answer to another one, so that the client notices nothing.
+        hears_events: it receives the events of engines. False: it knows only what it has sent.
+        counts_open: it counts its own open requests when it picks.
+        cools_down_s: seconds, at most 60, in which it sends nothing to a worker that answered with an error or cut a
+            stream; tests wait for this time after such a failure.
         sends: what clients send: a "completion", or a "chat" of one message, whose tokens are those of the engine's
-            template; a `completion()` of yours whose body has messages is one, too.
-        learns_block_size: told the page of an engine (`--block-size`), it finds out, or refuses, where events have
-            blocks of several pages (context parallelism).
-        takes_token_ids: the prompt of a completion may be token ids, in place of a text.
-        health: the path that is answered with 200 while it is ready, and while it is under load.
-        ready_means_engines: it is not ready while no engine is up. False: `health` says that it lives.
-        gives_up_after: after this many requests in a row to which an engine answered with a status
-            from 500 on, what that holds goes
-            elsewhere; None: that is not judged.
-        sends_rank: it tells an engine which rank is to serve a prompt.
-        tiers: of the host below each engine, as `kvmock(tiers=...)` takes it; None: there is none. With it a prompt
-            goes to the host that has it.
-        stores: the stores that workers share, as `kvmock(stores=...)` takes them, which `command` tells the process,
-            too; it may leave them out, and one with `blocks_by_owner(prompt)` is judged by it. None: there are none.
-        reads_drafts: it reads events of engines with a draft model, whose names of blocks cover tokens after them.
-        salt_header: the header in which clients send a tenant's salt, which the process passes on
-            as `cache_salt`; "": in the body.
-        hand_over: it is a router of P/D pairs whose engines hand over so: "vllm", "vllm-mooncake" or "sglang". Then it
-            has tests of pairs, and the other tests are about prefill engines: their events, their load, and which of
-            them is picked. `engines.of("prefill")` and `engines.of("decode")` are those of each role; `blocks` may
-            leave decode engines out. None: pairs are not judged.
-        falls_back: where no prefill engine is there, the decode engine computes a prompt, on purpose.
-        holds_prefill: its load of a prefill engine lasts to the end of the request, on purpose.
-        threshold: tokens of a prompt from which there must be a prefill leg; None: that is not judged.
-        engines: those that it was told of, within a test.
+            template; your `completion()` makes a chat, too, if its body has messages.
+        learns_block_size: it is given the page of an engine (`--block-size`), and notices or refuses events with blocks
+            of several pages (context parallelism).
+        takes_token_ids: the prompt of a completion may be token ids instead of text.
+        health: the path that is answered with 200 while it is ready, also under load.
+        ready_means_engines: it is not ready while no engine is up. False: `health` only reports that it runs.
+        gives_up_after: number of requests in a row, answered by an engine with a status from 500 on, after which the
+            engine's prompts go elsewhere; None: not judged.
+        sends_rank: it tells an engine which rank must serve a prompt.
+        tiers: the host below each engine, as `kvmock(tiers=...)` takes it; a prompt must go to the host that has it.
+            None: no host.
+        stores: the stores that workers share, as `kvmock(stores=...)` takes them; `command` passes them to the process,
+            too. The process may ignore them; `blocks_by_owner(prompt)`, if it has it, is judged. None: no stores.
+        reads_drafts: it reads events of engines with a draft model, whose block names cover later tokens.
+        salt_header: the header in which clients send a tenant's salt, which the process passes on as `cache_salt`; "":
+            in the body.
+        hand_over: how the engines hand over if it is a router of P/D pairs: "vllm", "vllm-mooncake" or "sglang". Pairs
+            have additional tests, and the other tests are about prefill engines: their events, their load, and which of
+            them is picked. `engines.of("prefill")` and `engines.of("decode")` are the engines of each role; `blocks`
+            may leave decode engines out. None: pairs are not judged.
+        falls_back: the decode engine computes a prompt if there is no prefill engine, on purpose.
+        holds_prefill: it counts a request on its prefill engine until the request ends, on purpose.
+        threshold: tokens of a prompt from which there must be a prefill leg; None: not judged.
+        engines: within a test, the engines that the process was given.
     """
 
     # --------------------------------------------------------------------------------------------- events, as they come
 
     @_fleet
     def test_it_hears_every_worker(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """What each worker stores is known."""
+        """The process knows the blocks that each worker stores."""
         with self._listening(_kvmock_servers) as world:
             prompts = [world.text(8) for _ in world.workers]
             for worker, prompt in zip(world.workers, prompts, strict=True):
@@ -154,7 +151,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_it_asks_for_what_was_before_it_came(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """What engines published before the process came is known, by a replay."""
+        """A replay gives the process the events that engines published before it started."""
         self._needs_events()
         self._needs_a_start("whether it asks for what was published before it came")
         with self._world(_kvmock_servers, starts=False) as world:
@@ -167,9 +164,9 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_it_asks_for_a_lost_batch(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A batch is lost on its way; the next one shows the gap.
+        """A batch is lost on the way; the next one shows the gap.
 
-        A replay has what came by itself, too, or ends early, with its end or without one.
+        A replay also contains batches that arrived, or ends early, with or without its end marker.
         """
         with self._listening(_kvmock_servers) as world:
             self._strike(world, "lose", "a batch of worker {} was lost on its way, and it can replay it")
@@ -177,7 +174,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_batch_that_comes_twice_changes_nothing(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A batch is doubled on its way: it is no restart, and what is in it is stored once."""
+        """A batch is delivered twice: this is no restart, and its blocks are stored once."""
         with self._listening(_kvmock_servers) as world:
             for worker in self._faulted(world):
                 where = f"a batch of worker {worker} came twice"
@@ -195,7 +192,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_batches_out_of_order_are_put_in_order(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Two batches change places, of which the second continues what the first has stored."""
+        """Two batches arrive in reverse order; the second continues the blocks of the first."""
         with self._listening(_kvmock_servers) as world:
             for worker in self._faulted(world):
                 prompt = world.text(8)
@@ -208,13 +205,13 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_corrupt_batch_does_not_stop_it(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A batch cannot be decoded; a replay has it as it was, and those after it are as ever."""
+        """A batch cannot be decoded; a replay has the original, and later batches count."""
         with self._listening(_kvmock_servers) as world:
             self._strike(world, "corrupt", "a batch of worker {} was corrupt, and it can replay it as it was")
 
     @_fleet
     def test_a_field_of_a_later_release_does_not_stop_it(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Events have a field, a kind or a medium that their dialect does not have."""
+        """Events have a field, kind or medium that is unknown in their dialect."""
         with self._listening(_kvmock_servers) as world:
             self._strike(world, "extra_field", "events of worker {} had a field that their dialect does not have")
             self._strike(
@@ -232,15 +229,15 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_cleared_cache_is_empty(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A worker publishes Cleared."""
+        """A worker that publishes a Cleared is empty."""
         with self._listening(_kvmock_servers) as world:
             self._forget(world, "the cache of worker 1 was cleared", lambda: world.server.reset(1))
 
     @_fleet
     def test_a_reset_is_said_with_the_next_step(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A worker of vLLM is reset by its route: its Cleared leaves with its next request, before that one's Stored.
+        """A vLLM worker is reset by its route; its Cleared leaves with the next request, before that request's Stored.
 
-        Until then the process may know of what it held as much as before, or less; from then on, nothing.
+        Until then the process may report the worker's old blocks, or fewer; from then on, none.
         """
         with self._listening(_kvmock_servers) as world:
             if not world.resets():
@@ -260,7 +257,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @pytest.mark.kvmock(workers=2, num_blocks=64)
     def test_what_is_evicted_is_forgotten(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A cache is so small that blocks are evicted."""
+        """Blocks that a small cache evicts are no longer known."""
         with self._listening(_kvmock_servers) as world:
 
             def evict() -> None:
@@ -290,7 +287,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
             world.judge_blocks("worker 0 held a block twice, and has evicted both copies", prompt)
 
     def test_what_leaves_the_host_does_not_leave_the_device(self, kv_dialect: str) -> None:
-        """Blocks are copied to the host of a worker and leave it again: events of the host say nothing of the
+        """Blocks are copied to the host of a worker and leave it again: events of the host do not concern the
         device.
         """
         self._needs_events()
@@ -315,7 +312,9 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
             world.judge_blocks("worker 0 has evicted a prompt from its device, and before that from its host", prompt)
 
     def test_it_reads_a_hybrid_model(self, kv_dialect: str) -> None:
-        """Engines serve gpt-oss: a window names what it keeps, which is no promise, and what it drops is still held."""
+        """Engines serve gpt-oss: blocks that only a window keeps are no promise, and blocks that it drops are still
+        held.
+        """
         self._needs_events()
         self._needs_a_start("what it makes of gpt-oss")
         dialect = find_dialect(kv_dialect)
@@ -326,7 +325,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
             prompt, after = world.text(30), world.text(10)
             world.direct(0, prompt + "x", max_tokens=40)
             world.direct(0, prompt[: len(prompt) // 2] + "y")
-            world.push(where, 0, after + "x")  # as it stands; without its last token it is no promise
+            world.push(where, 0, after + "x")  # the window's last token is needed for a promise
             world.judge(f"{where}, and has served a prompt of 30 blocks and half of it", prompt)
             world.judge(f"{where}, and has served another prompt after outputs of 40 tokens", after)
             if not self.tells_blocks():
@@ -337,7 +336,9 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
             world.judge_blocks(f"{where}, and has evicted a prompt", prompt)
 
     def test_it_finds_out_how_large_a_block_is(self, kv_dialect: str) -> None:
-        """It is told the page of engines whose events have blocks of four pages: it finds that out, or refuses."""
+        """The process is given the page of engines whose events have blocks of four pages: it notices this, or
+        refuses.
+        """
         self._needs_events()
         if not self.learns_block_size:
             self.skip(
@@ -356,7 +357,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
                 world.direct(worker, text)
             reply, _ = world.send(world.text(1))
             if reply.status is None or reply.status >= 500:
-                return  # it refuses
+                return  # the process refuses
             found = world.count_found(served)
             if found < _LOOKUPS:
                 missed = "all" if not found else f"{_LOOKUPS - found} of {_LOOKUPS}"
@@ -366,7 +367,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
                 )
 
     def test_it_hears_every_rank(self, kv_dialect: str) -> None:
-        """Each worker has ranks, which publish at endpoints of their own, and share ports of HTTP as `http` says."""
+        """Each worker has ranks, which publish at separate endpoints, and share HTTP ports as `http` declares."""
         self._needs_events()
         self._needs_a_start("whether it hears every rank")
         ranks = 4 if self.http == "node" else 2
@@ -382,7 +383,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_salt_and_an_adapter_make_other_prompts(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """The same tokens with another salt, or another adapter, are held by somebody else."""
+        """The same tokens with another salt or adapter are another prompt, held by another worker."""
         self._needs_events()
         with self._world(_kvmock_servers, adapters=["tenant-lora"]) as world:
             keys: dict[str, Any] = {"cache_salt": "tenant-a", "lora_name": "tenant-lora"}
@@ -413,7 +414,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_it_lives_without_a_worker(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A worker refuses connections, and then one drains: what is asked for is served by the other."""
+        """A worker refuses connections, then another drains: the remaining worker serves all requests."""
         with self._world(_kvmock_servers) as world:
             for what, stop, gone in (("is down", world.server.stop, 0), ("drains", world.server.drain, 1)):
                 where = f"worker {gone} {what}, and refuses connections"
@@ -430,7 +431,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_it_uses_a_worker_that_is_back(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A worker refuses connections for a while, and is up again under the same address."""
+        """A worker refuses connections for a while, and starts again under the same address."""
         with self._world(_kvmock_servers) as world:
             world.server.stop(1)
             for _ in range(4):
@@ -444,9 +445,9 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @pytest.mark.kvmock(workers=4, num_blocks=4096)
     def test_it_uses_a_worker_at_its_new_address(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A worker is gone, and comes up under another address, which the process is told.
+        """A worker is gone, and starts under another address, which the process is given.
 
-        One comes as another worker, one under its own id.
+        It does so once with a new id, and once with its old id.
         """
         moved = getattr(self, "moved", None)
         what = "whether it uses a worker that comes up under a new address"
@@ -474,7 +475,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_an_answer_is_the_engines(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """An answer, whole and as a stream, is that of the engine."""
+        """An answer, whole or as a stream, is the engine's."""
         with self._world(_kvmock_servers) as world:
             prompt = world.text()
             for stream in (False, True):
@@ -495,7 +496,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_stream_passes_token_by_token(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """The second chunk is there before the last one is made."""
+        """The second chunk arrives before the last one is generated."""
         with self._world(_kvmock_servers) as world:
             world.server.hold()
             pending = world.begin(world.text(), stream=True, max_tokens=4)
@@ -516,20 +517,22 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_refusal_of_a_request_passes_through(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Engines answer 400, 404 and 422: the client is told so, in their words."""
+        """Engines answer 400, 404 and 422: the client gets the same status and body."""
         with self._world(_kvmock_servers) as world:
             for status in (400, 404, 422):
                 self._refused_by_all(world, status)
 
     @_fleet
     def test_a_limit_of_requests_passes_through(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Engines answer 429 with Retry-After: the client is told both."""
+        """Engines answer 429 with Retry-After: the client gets both."""
         with self._world(_kvmock_servers) as world:
             self._refused_by_all(world, 429, {"Retry-After": "7"})
 
     @_fleet
     def test_an_error_of_an_engine_passes_through(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Engines answer 500 and 503: the client is told so; where one alone does, another one may have served it."""
+        """Engines answer 500 and 503: the client gets the same; if only one engine fails, another may serve the
+        request.
+        """
         with self._world(_kvmock_servers) as world:
             for status in (500, 503):
                 self._refused_by_all(world, status)
@@ -541,7 +544,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_stream_that_is_cut_is_not_finished(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Engines die after two chunks of a stream: it has no end, and is not begun again."""
+        """Engines die after two chunks of a stream: the stream gets no regular end, and is not started again."""
         with self._world(_kvmock_servers) as world:
             for worker in world.answering:
                 world.server.cut(worker, after_chunks=2)
@@ -563,7 +566,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_an_answer_that_never_came_is_no_success(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """An engine dies before it answers: another one is asked, or the client is told."""
+        """An engine dies before it answers: another one is asked, or the client gets an error."""
         with self._world(_kvmock_servers) as world:
             for stream in (False, True):
                 for worker in world.workers:
@@ -597,7 +600,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_what_a_client_sends_reaches_the_engine(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Salt, adapter, images and headers, and an unknown field, come to the engine as they were sent."""
+        """Salt, adapter, images, headers, and an unknown field reach the engine as they were sent."""
         with self._world(_kvmock_servers, adapters=["tenant-lora"], keep_bodies=True) as world:
             path, body = self.completion(world.text(), cache_salt="tenant-a", lora_name="tenant-lora")
             picture = {"type": "image_url", "image_url": {"url": _PICTURE}}
@@ -629,7 +632,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_an_idle_fleet_is_shared(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Prompts of which no worker holds a block come one by one: each worker gets some."""
+        """Prompts that no worker holds come one by one: each worker gets some."""
         for name in ("packs", "first_of_equals"):
             if getattr(self, name):
                 self.skip(f"{name} is True", "whether an idle fleet is shared", f"{name} = False")
@@ -640,7 +643,9 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_a_prompt_goes_where_it_is(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Asked of an idle fleet, a prompt goes to who holds most of it: by events, or by what the process has sent."""
+        """In an idle fleet, a prompt goes to the worker that holds most of it, by events or by what the process has
+        sent.
+        """
         if not self.goes_by_prefix:
             self.skip("goes_by_prefix is False", "whether a prompt goes where it is", "goes_by_prefix = True")
         with self._world(_kvmock_servers) as world:
@@ -661,8 +666,8 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_open_requests_count(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """One worker has all open requests: what no worker holds goes to the other one; with `follows_prefix` what it
-        holds goes to it still.
+        """One worker has all open requests: prompts that no worker holds go to the other one; with `follows_prefix`,
+        prompts that the busy worker holds still go there.
         """
         self._needs_open("whether open requests count where it chooses")
         with self._world(_kvmock_servers) as world:
@@ -670,7 +675,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
             busy = self._known_at(world, prompt)
             world.server.hold()
             pending = []
-            for number in range(6):  # each with as much that no worker holds: it counts, in whatever unit load is
+            for number in range(6):  # each has blocks that no worker holds, so that it counts in any unit of load
                 pending.append(world.begin(prompt + world.text(_UNCACHED), max_tokens=2))
                 world.wait_open(number + 1, "completions were asked for, and engines do not have them")
             rows = world.requests[-6:]
@@ -699,20 +704,20 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_what_ended_badly_is_no_load(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """Requests of one worker are left by their clients, cut and refused: then it is as idle as before."""
+        """Requests of one worker are left by their clients, cut and refused: afterwards it is as idle as before."""
         self._needs_open("whether what ended badly counts as load")
         with self._world(_kvmock_servers) as world:
             prompt = world.text(8)
             worker = self._known_at(world, prompt)
-            for number in range(6):  # of 6 that go away, streams and others
+            for number in range(6):  # 6 clients go away, from streams and others
                 world.server.hold()
                 pending = world.begin(self._next_of(world, prompt), stream=number % 2 == 0, max_tokens=8)
                 world.wait_open(1, "a completion was asked for, and no engine has it")
-                if number % 4 == 0:  # of streams some have begun: one whose head has not come is left in another way
+                if number % 4 == 0:  # some streams have begun: a stream without a head yet is closed in another way
                     world.step(1)
                     pending.chunks(1)
                 pending.close()
-                if world.decode:  # a prefill leg may go on to its end
+                if world.decode:  # a prefill leg may run to its end
                     world.server.release()
                 world.wait_open(0, "its client went away, and a request goes on in the engine")
                 world.server.release()
@@ -729,9 +734,9 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_what_ended_well_is_no_load(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A worker serves many requests to their end, one by one: each goes where it is held.
+        """A worker serves many requests to their end, one by one; each goes to the worker that holds it.
 
-        At last the worker is as idle as before.
+        Afterwards the worker is as idle as before.
         """
         self._needs_open("whether what ended well counts as load")
         with self._world(_kvmock_servers) as world:
@@ -752,7 +757,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
                         "first 8 blocks: finished requests still count as load"
                     )
                 if not (self.hears_events and self.tells_blocks()):
-                    break  # the other one holds this prompt now, and when another one is known cannot be seen
+                    break  # the other worker holds this prompt now, and when a new one is known cannot be observed
                 prompt = self._heard_from(world, worker)
             where = f"{ended} requests of worker {worker} ended well, and nothing is open"
             self._still_used(world, where, worker)
@@ -761,7 +766,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
 
     @_fleet
     def test_it_ends_cleanly_while_requests_are_open(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """It gets SIGTERM while requests are open, which go on: it ends within the time, without an error."""
+        """The process gets SIGTERM while requests are open, and these go on: it ends in time and without an error."""
         self._needs_a_start("how it ends")
         with self._world(_kvmock_servers) as world:
             assert world.process is not None

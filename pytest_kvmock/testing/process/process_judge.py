@@ -1,6 +1,4 @@
-"""What the tests of a `ProcessContract` have in common: engines and the process before them, what happens to both,
-and what is judged then.
-"""
+"""The common parts of a `ProcessContract`'s tests: engines and the process in front of them, incidents, and checks."""
 
 from __future__ import annotations
 
@@ -26,12 +24,12 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.dialect import Dialect
 
 _seeds: Final = count(1)
-"""Of the texts of each test: a process that lives longer than one has seen none of them."""
+"""Seeds of the texts of each test: a process that outlives a test has seen none of the next one's."""
 
 FRESH: Final = 16
-"""With this many prompts that no worker holds it shows whether a fleet is shared.
+"""Number of prompts that no worker holds, enough to show whether a fleet is shared.
 
-By chance one of two gets none in 1 of 32,768.
+By chance one of two workers gets none in 1 case of 32,768.
 """
 
 
@@ -39,11 +37,12 @@ _HOSTS: Final[tuple[dict[str, Any], ...]] = (
     {"host": 8, "self_describing": True},
     {"host": 8, "write_policy": "write_through"},
 )
-"""Hosts of two short prompts below a device, of vLLM's kind and of SGLang's, which copy what the device computes."""
+"""Hosts below a device with room for two short prompts, of vLLM's kind and of SGLang's; both copy what the device
+computes."""
 
 
 def host_of(dialect: Dialect) -> Tiers | None:
-    """Return a host as engines of a dialect have it; None: they have none, or cannot say where a block is."""
+    """Return a host as engines of a dialect have it; None if they have none, or their events have no medium."""
     spec = speaker_of(dialect)
     if "tiers" not in spec.options or not dialect.media:
         return None
@@ -70,7 +69,7 @@ class ProcessJudge(ProcessSubject):
     def _world(
         self, _kvmock_servers: Callable[..., KvServer], *, spare: int = 0, starts: bool = True, **options: Any
     ) -> Iterator[ProcessWorld]:
-        """Engines, and the process before them; at the end nothing may be open."""
+        """Yield engines with the process in front of them; at the end nothing may be open."""
         __tracebackhide__ = True
         server = _kvmock_servers(ports=self.ports, http=self.http, seed=next(_seeds), timestamp=time, **options)
         with self._before(server, spare=spare, starts=starts) as world:
@@ -97,7 +96,7 @@ class ProcessJudge(ProcessSubject):
         stores: Mapping[str, Any] | None = None,
         **profile: Any,
     ) -> Iterator[ProcessWorld]:
-        """Make the `_world` of engines that the dialect chooses: by backend, ranks, or tiers that not every one has."""
+        """Make the `_world` of engines with a backend, ranks, or tiers that not every dialect has."""
         __tracebackhide__ = True
         dialect = find_dialect(kv_dialect)
         spec = spec or served_by(dialect, model)
@@ -149,7 +148,7 @@ class ProcessJudge(ProcessSubject):
             self.skip("url is set", what, "command(engines), which starts it,")
 
     def _sends_ids(self, world: ProcessWorld) -> bool:
-        """Whether prompts may be sent as token ids: they are completions, by what is declared, and by what is sent."""
+        """Whether prompts may be sent as token ids: `takes_token_ids` allows it, and clients send completions."""
         return self.takes_token_ids and "prompt" in self.completion(world.text())[1]
 
     def _needs_open(self, what: str) -> None:
@@ -162,7 +161,9 @@ class ProcessJudge(ProcessSubject):
             self.skip("packs is True", what, "packs = False")
 
     def _known_at(self, world: ProcessWorld, prompt: str) -> int:
-        """Have a prompt known to be at one worker, that which an idle fleet gives it to, and return which."""
+        """Send a prompt to an idle fleet, wait until the process knows which worker holds it, and return this
+        worker.
+        """
         __tracebackhide__ = True
         worker = world.picked("a prompt that no worker holds", prompt)
         if self.hears_events:
@@ -170,14 +171,14 @@ class ProcessJudge(ProcessSubject):
         return worker
 
     def _faulted(self, world: ProcessWorld, keys: Mapping[str, Any] = {}) -> list[int]:
-        """Return the workers whose batches get a fault: both where a process does not say what it knows, as it may be
-        right about one by chance.
+        """Return the workers whose batches get a fault: both if the process does not report its blocks, as one pick may
+        be right by chance.
         """
         return [1] if self.tells_blocks(keys) else world.workers
 
     def _heard_from(self, world: ProcessWorld, worker: int) -> str:
-        """Have a worker serve a prompt, and return it: where the process says what it knows, its replay as it came
-        is over by then.
+        """Let a worker serve a prompt, and return it. If the process reports its blocks, it has finished its first
+        replay by then.
         """
         __tracebackhide__ = True
         prompt = world.text(8)
@@ -187,8 +188,8 @@ class ProcessJudge(ProcessSubject):
         return prompt
 
     def _strike(self, world: ProcessWorld, fault: str, where: str) -> None:
-        """Have a fault of the wire strike a batch of a worker, and judge what is known of those before, in and after
-        it.
+        """Inject a fault into a batch of a worker, and check that the prompts before, in and after the batch are
+        known.
         """
         __tracebackhide__ = True
         for worker in self._faulted(world):
@@ -205,13 +206,13 @@ class ProcessJudge(ProcessSubject):
                 world.judge(f"{where.format(worker)}{what}", prompt)
 
     def _forget(self, world: ProcessWorld, where: str, happens: Callable[[], object], prompt: str = "") -> None:
-        """Have worker 1 lose what it holds, and judge what is known of that."""
+        """Let worker 1 lose its blocks, and check what the process knows of them."""
         __tracebackhide__ = True
         prompt, after = prompt or world.text(8), world.text(8)
         world.direct(1, world.text())
         world.direct(1, prompt)
         world.judge(f"before {where}", prompt)
-        world.server.reset(0)  # the question was served, perhaps there
+        world.server.reset(0)  # the check before may have been served by worker 0
         happens()
         world.direct(0, prompt[: len(prompt) // 2])
         world.direct(1, after)
@@ -219,11 +220,12 @@ class ProcessJudge(ProcessSubject):
         world.judge(f"{where}, of what it held before", prompt)
 
     def _next_of(self, world: ProcessWorld, prompt: str) -> str:
-        """Return a prompt that begins with one that is known to be somewhere.
+        """Return a prompt that begins with a known one.
 
-        It adds load of its own, in whatever that is measured.
+        Its further blocks add load, in any unit of load.
         """
-        # Who goes by prefixes alone may go by whom it sent least of them, too: then what was sent stays, on purpose.
+        # A router that only follows prefixes may also prefer the worker that was sent the fewest; the sent ones then
+        # count for ever, on purpose.
         return prompt if self.follows_prefix else prompt + world.text(2)
 
     def _still_used(self, world: ProcessWorld, where: str, worker: int) -> None:
@@ -245,7 +247,7 @@ class ProcessJudge(ProcessSubject):
                 world.fail(f"{where}: worker {worker} got none of {picks.total()} ({shown}); expected some")
 
     def _refused_by_all(self, world: ProcessWorld, status: int, headers: Mapping[str, str] = {}) -> None:
-        """Have all engines answer with an error, and judge what the client gets."""
+        """Let all engines answer with an error, and check what the client gets."""
         __tracebackhide__ = True
         for worker in world.workers:
             world.server.answer(worker, status, headers, times=None)
@@ -278,15 +280,15 @@ class ProcessJudge(ProcessSubject):
         *,
         may_break: bool = False,
     ) -> None:
-        """Fail unless a client got what the engine that was asked last has answered.
+        """Fail unless a client got the answer of the engine that was asked last.
 
         Args:
-            world: in which.
-            where: what has happened.
-            reply: what the client got.
-            asked: what engines saw of its request.
-            may_break: whether it may ask none, after errors of all (a circuit breaker), if it says so by a status from
-                500 on.
+            world: the world of the test.
+            where: what has happened, for the message.
+            reply: the client's answer.
+            asked: the engines' records of the request.
+            may_break: whether the process may ask no engine after errors of all (a circuit breaker), if it answers with
+                a status from 500 on.
         """
         __tracebackhide__ = True
         if not asked and may_break and reply.status is not None and reply.status >= 500:
@@ -295,7 +297,7 @@ class ProcessJudge(ProcessSubject):
             world.fail(f"{where}: no engine was asked, and the client got {reply.text}")
         status = asked[-1].status
         if self.falls_back and reply.status == 200 and (status is None or status >= 500):
-            return  # a decode engine has computed it
+            return  # the decode engine has computed the prompt
         if status is not None and reply.status != status:
             world.fail(
                 f"{where}: the engine that was asked last answered {status}, and the client got {reply.text}; "
@@ -305,7 +307,7 @@ class ProcessJudge(ProcessSubject):
             world.fail(f"{where}: no engine answered, and the client got {reply.text}; expected an error, or no answer")
 
     def _judge_refused(self, world: ProcessWorld, where: str, reply: Reply, asked: Sequence[ServedRequest]) -> None:
-        """Fail unless a request was served by who is there, or a client of a process without retries was told."""
+        """Fail unless a running engine served the request, or a process without retries returned an error."""
         __tracebackhide__ = True
         if reply.status == 200 and asked and asked[-1].status == 200:
             return

@@ -1,8 +1,8 @@
-"""What a router process before P/D pairs promises: two legs a request that meet, and nothing that is left of them.
+"""Promises of a router process in front of P/D pairs: two legs per request that meet and leave nothing behind.
 
-One subject: the scenes of pairs, and what each is judged by.
+This module has the scenes of pairs, and the checks of each.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ if TYPE_CHECKING:
 
 _SIZE: Final = 16
 _BURST: Final = 12
-"""Prompts that come one by one: each of two prefill engines gets some, by chance in all but 1 of 2,048."""
+"""Prompts that come one by one. By chance one of two prefill engines gets none in 1 case of 2,048."""
 
 _MOST_FRESH: Final = 6
-"""This many prompts come at most after one engine has open legs, and the other one has none."""
+"""The most prompts that follow when one engine has open legs and the other one has none."""
 
 _MOMENT_S: Final = 0.3
-"""How long a router has to close a leg whose client left, where it need not."""
+"""Seconds to wait for a router that may leave the leg of a gone client open."""
 
 _OTHERWISE: Final = ("test_a_client_that_goes_away_is_noticed", "test_it_uses_a_worker_at_its_new_address")
-"""Tests in whose place pairs have scenes: of clients that leave, and of engines that join."""
+"""Tests that scenes of pairs replace: of clients that leave, and of engines that join."""
 
 _LIMITS: Final = ("max_tokens", "max_completion_tokens", "min_tokens", "stream_options")
-"""Fields of a body that a router changes for a prefill leg, and must not leave in, or take out of, the other one."""
+"""Fields of a body that a router changes for the prefill leg, and must leave unchanged in the decode leg."""
 
 
 class ProcessPairs(ProcessJudge):
@@ -53,12 +53,12 @@ class ProcessPairs(ProcessJudge):
     holds_prefill: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Collect the scenes of pairs where they are asked for, and not what they judge in another way."""
+        """Collect the scenes of pairs if `hand_over` is set, without the tests that they replace."""
         super().__init_subclass__(**options)
         for name in [name for name in vars(ProcessPairs) if name.startswith("test_")]:
             if cls.hand_over is None:
                 setattr(cls, name, None)
-            elif getattr(cls, name) is None:  # a parent is not about pairs
+            elif getattr(cls, name) is None:  # a base class has removed it
                 setattr(cls, name, getattr(ProcessPairs, name))
         if cls.hand_over is not None:
             for name in _OTHERWISE:
@@ -67,7 +67,7 @@ class ProcessPairs(ProcessJudge):
 
     @classmethod
     def wrong_declaration(cls) -> str:
-        """What is wrong with what the class declares, or contradicts itself; "" where nothing does."""
+        """Return the first invalid or contradictory declaration of the class; "" if there is none."""
         if cls.hand_over is not None and cls.hand_over not in WAYS:
             return unknown_text("hand_over", cls.hand_over, WAYS)
         for name in ("falls_back", "holds_prefill"):
@@ -81,7 +81,7 @@ class ProcessPairs(ProcessJudge):
     def _pairs(
         self, kv_dialect: str, each: int = 2, *, dp_size: int = 1, starts: bool = True
     ) -> Iterator[ProcessWorld]:
-        """Some engines of each role, and the process before them."""
+        """Yield engines of each role with the process in front of them."""
         __tracebackhide__ = True
         dialect = find_dialect(kv_dialect)
         spec = speaker_of(dialect)
@@ -103,10 +103,10 @@ class ProcessPairs(ProcessJudge):
     # ------------------------------------------------------------------------------------------------- the scenes
 
     def test_a_prompt_has_two_legs_that_meet(self, kv_dialect: str) -> None:
-        """Prompts of many lengths, some below a block: a prefill engine computes each, and a decode engine reads it."""
+        """A prefill engine computes each prompt, also one below a block, and a decode engine reads it."""
         with self._pairs(kv_dialect) as world:
             text = world.text(6)
-            for place, length in enumerate((5, _SIZE, 40, 90, 90)):  # the last one is cached by then
+            for place, length in enumerate((5, _SIZE, 40, 90, 90)):  # the last prompt is cached by then
                 options: dict[str, Any] = {"max_tokens": 5, "stream": place == 2}
                 where = f"a prompt of {length} tokens"
                 reply, rows = self._sent(world, text[:length], **options)
@@ -116,7 +116,7 @@ class ProcessPairs(ProcessJudge):
             self._judge_nothing_held(world, "prompts of many lengths were served")
 
     def test_bodies_of_both_legs_are_made_of_the_clients(self, kv_dialect: str) -> None:
-        """Clients send limits, or none: the prefill leg has one token, and the decode leg what they sent."""
+        """With any limits of the client, the prefill leg has one token, and the decode leg has the client's limits."""
         with self._pairs(kv_dialect) as world:
             for more in (
                 {},
@@ -133,7 +133,9 @@ class ProcessPairs(ProcessJudge):
             self._judge_nothing_held(world, "bodies with limits of their own were served")
 
     def test_no_prefill_engine_is_not_passed_over_in_silence(self, kv_dialect: str) -> None:
-        """All prefill engines refuse connections: the client gets an error, or is served as `falls_back` declares."""
+        """All prefill engines refuse connections: the client gets an error, or is served if `falls_back` declares
+        it.
+        """
         with self._pairs(kv_dialect) as world:
             prefill = [each.worker for each in world.engines.of("prefill")]
             for worker in prefill:
@@ -162,7 +164,7 @@ class ProcessPairs(ProcessJudge):
                 world.pause()
 
     def test_clients_that_leave_hold_nothing(self, kv_dialect: str) -> None:
-        """Clients leave while a prompt is computed, and while it is decoded: engines hold nothing after that."""
+        """Clients leave during prefill or decode: engines hold nothing afterwards."""
         with self._pairs(kv_dialect) as world:
             for phase in ("prefill", "decode"):
                 held = [each.worker for each in world.engines.of(phase)]
@@ -173,7 +175,7 @@ class ProcessPairs(ProcessJudge):
                 self._wait_rows(world, phase, 1 if phase == "prefill" else came + 1)
                 pending.close()
                 where = f"a client left while its {phase} leg was held"
-                # One leg after the other: a router may let the first one end, and send the second one all the same.
+                # With serial legs a router may let the first leg end, and still send the second one.
                 self._wait_closed(world, where, held, may_stay=phase == "prefill" and self.hand_over != IN_ROOMS)
                 for worker in held:
                     world.server.release(worker)
@@ -181,7 +183,7 @@ class ProcessPairs(ProcessJudge):
                 self._judge_nothing_held(world, where)
 
     def test_the_load_of_prefill_ends_with_its_leg(self, kv_dialect: str) -> None:
-        """One prefill engine has computed prompts whose decode legs are open: it is idle, and gets new ones."""
+        """One prefill engine has computed prompts whose decode legs are open: it is idle, and gets new prompts."""
         if self.hand_over == IN_ROOMS or self.holds_prefill:
             self.skip(
                 "both legs end together, or holds_prefill is True",
@@ -217,7 +219,7 @@ class ProcessPairs(ProcessJudge):
                 )
 
     def _decoded_later(self, world: ProcessWorld, count: int) -> list[PendingReply]:
-        """Send prompts one by one, each as the one before has its decode leg."""
+        """Send prompts one by one, each after the one before has its decode leg."""
         __tracebackhide__ = True
         return self._open_legs(world, "decode", count, len(world.server.requests))
 
@@ -225,7 +227,7 @@ class ProcessPairs(ProcessJudge):
         return Counter(row.worker for row in world.server.requests if row.role == "prefill")
 
     def test_requests_at_once_are_not_mixed_up(self, kv_dialect: str) -> None:
-        """Many requests are open at once: the legs of each meet, and no two share a room or a transfer."""
+        """Many requests are open at once: the legs of each meet, and no two requests share a room or a transfer."""
         with self._pairs(kv_dialect) as world:
             for engine in world.engines.of("prefill"):
                 world.server.hold(engine.worker)
@@ -244,14 +246,14 @@ class ProcessPairs(ProcessJudge):
             self._judge_nothing_held(world, "6 requests were open at once")
 
     def test_legs_meet_at_one_rank(self, kv_dialect: str) -> None:
-        """Engines have two ranks, which hold prompts: each decode leg looks where its prefill leg is."""
+        """Engines have two ranks that hold prompts: each decode leg reads from the rank of its prefill leg."""
         self._needs_a_start("whether legs meet at one rank")
         with self._pairs(kv_dialect, dp_size=2) as world:
             where, prompts = "engines have two ranks", [world.text(4) for _ in range(_BURST)]
             if self.hears_events:
                 for at, prompt in enumerate(prompts):
                     world.direct(world.workers[at % 2], prompt, rank=at // 2 % 2)
-                if self.tells_blocks():  # else most events are applied by now: a pick of a wrong router would hang
+                if self.tells_blocks():  # without this check most events are applied by now: a wrong pick would hang
                     world.judge_blocks(where, prompts[-1])
             count = len(world.server.requests)
             for worker in world.workers:
@@ -278,7 +280,7 @@ class ProcessPairs(ProcessJudge):
                 )
 
     def test_engines_that_join_change_no_load(self, kv_dialect: str) -> None:
-        """Engines of one role join while the other role has open legs: those count still, and who joined is used."""
+        """Engines of one role join while the other role has open legs: these still count, and new engines are used."""
         moved, what = getattr(self, "moved", None), "engines of a role that join"
         if moved is None:
             self.skip("it has no moved(engines)", what, "moved(engines), which has it use other engines,")
@@ -317,7 +319,9 @@ class ProcessPairs(ProcessJudge):
     def _judge_load(
         self, world: ProcessWorld, role: str, workers: Sequence[int], happens: Callable[[], None], what: str
     ) -> None:
-        """Fail unless open legs of one engine of a role count after something happened: the other one gets new ones."""
+        """Fail unless open legs of one engine of a role still count after `happens`: new legs go to the other
+        engine.
+        """
         __tracebackhide__ = True
         before = len(world.server.requests)
         for worker in workers:
@@ -334,7 +338,7 @@ class ProcessPairs(ProcessJudge):
         world.server.hold(idle)
         happens()
         came = len(world.server.requests)
-        fresh = min(open_at[busy] - 1, _MOST_FRESH) // 2 * 2  # of an even number each gets half where no load counts
+        fresh = min(open_at[busy] - 1, _MOST_FRESH) // 2 * 2  # even: each gets half if no load counts
         pending += self._open_legs(world, role, fresh, came)
         got = Counter(row.worker for row in world.server.requests[came:] if row.role == role)
         for worker in workers:
@@ -348,7 +352,7 @@ class ProcessPairs(ProcessJudge):
             )
 
     def _open_legs(self, world: ProcessWorld, role: str, count: int, since: int) -> list[PendingReply]:
-        """Send prompts one by one, each as the one before has its leg at a role; of requests from a number on."""
+        """Send prompts one by one, each after the one before has its leg at a role, counted from request `since` on."""
         __tracebackhide__ = True
         pending = []
         for number in range(count):
@@ -357,7 +361,7 @@ class ProcessPairs(ProcessJudge):
         return pending
 
     def test_several_children_leave_nothing(self, kv_dialect: str) -> None:
-        """A client asks for n = 2: it is refused, or each child has a prefill leg, and nothing is left."""
+        """A client asks for n = 2: it is refused, or each child has a prefill leg, and nothing is left behind."""
         with self._pairs(kv_dialect) as world:
             sent = {"model": world.server.model, "prompt": world.text(2), "max_tokens": 2, "n": 2}
             reply, rows = self._post(world, "/v1/completions", sent)
@@ -370,8 +374,8 @@ class ProcessPairs(ProcessJudge):
             self._judge_nothing_held(world, where)
 
     def test_a_leg_that_fails_ends_the_other_one(self, kv_dialect: str) -> None:
-        """Engines of one role answer 500, or prefill engines refuse a prompt: the client is told in time, and no leg
-        goes on.
+        """Engines of one role answer 500, or prefill engines refuse a prompt: the client gets an error in time, and no
+        leg continues.
         """
         with self._pairs(kv_dialect) as world:
             for role, status in (("prefill", 500), ("prefill", 400), ("decode", 500)):
@@ -403,7 +407,7 @@ class ProcessPairs(ProcessJudge):
         return reply, world.server.requests[count:]
 
     def _sent(self, world: ProcessWorld, prompt: str, **options: Any) -> tuple[Reply, list[ServedRequest]]:
-        """Send a completion to the process, and return what came back, and all legs that engines saw of it."""
+        """Send a completion to the process; return the answer, and all legs of it that engines saw."""
         count = len(world.server.requests)
         reply = world.begin(prompt, **options).finish()
         return reply, world.server.requests[count:]
@@ -411,7 +415,7 @@ class ProcessPairs(ProcessJudge):
     def _judge_served(
         self, world: ProcessWorld, where: str, reply: Reply, rows: Sequence[ServedRequest], length: int
     ) -> None:
-        """Fail unless a prompt was computed by a prefill engine, and its decode leg read it there."""
+        """Fail unless a prefill engine computed the prompt, and the decode leg read it there."""
         __tracebackhide__ = True
         prefill = [row for row in rows if row.role == "prefill"]
         decode = [row for row in rows if row.role == "decode"]
@@ -437,7 +441,9 @@ class ProcessPairs(ProcessJudge):
             )
 
     def _judge_parameters(self, world: ProcessWorld, where: str, prefill: ServedRequest, decode: ServedRequest) -> None:
-        """Fail unless a prefill leg asked for what is handed over, and the decode leg has what it was answered with."""
+        """Fail unless the prefill leg asked for a hand-over, and the decode leg carries the parameters of its
+        answer.
+        """
         __tracebackhide__ = True
         if self.hand_over == IN_ROOMS:
             return
@@ -464,14 +470,16 @@ class ProcessPairs(ProcessJudge):
     def _judge_usage(
         self, world: ProcessWorld, where: str, reply: Reply, rows: Sequence[ServedRequest], tokens: int
     ) -> None:
-        """Fail unless the usage is that of one request: cached is what the prefill engine had, each token once."""
+        """Fail unless the usage is that of one request: each token once, and the cached tokens of the prefill
+        engine.
+        """
         __tracebackhide__ = True
         usage = json.loads(reply.body).get("usage") or {}
         prefill = [row for row in rows if row.role == "prefill"]
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         if usage.get("completion_tokens") not in (None, tokens):
             world.fail(f"{where}: usage has completion_tokens {usage['completion_tokens']}; expected {tokens}")
-        says = self.hand_over != "vllm-mooncake"  # its prefill engines say nothing of that
+        says = self.hand_over != "vllm-mooncake"  # its prefill engines do not report this
         if says and prefill and cached is not None and cached != prefill[-1].cached_tokens:
             world.fail(
                 f"{where}: usage has cached_tokens {cached}; expected {prefill[-1].cached_tokens}, what the prefill "
@@ -481,7 +489,7 @@ class ProcessPairs(ProcessJudge):
     def _judge_bodies(
         self, world: ProcessWorld, where: str, sent: Mapping[str, Any], reply: Reply, rows: Sequence[ServedRequest]
     ) -> None:
-        """Fail unless the decode leg's body is the client's, and the prefill leg's is of one token and no stream."""
+        """Fail unless the decode leg has the client's body, and the prefill leg asks for one token without a stream."""
         __tracebackhide__ = True
         if reply.status != 200:
             world.fail(f"{where}: the client got {reply.text}, and {_legs_text(rows)}; expected 200")
@@ -501,7 +509,7 @@ class ProcessPairs(ProcessJudge):
                 world.fail(f"{where}: its {row.role} leg has {name} {body.get(name)!r:.80}; expected {value!r:.80}")
 
     def _judge_rooms(self, world: ProcessWorld) -> None:
-        """Fail unless each open room has one leg at either side."""
+        """Fail unless each open room has one leg on each side."""
         __tracebackhide__ = True
         if self.hand_over != IN_ROOMS:
             return
@@ -514,7 +522,7 @@ class ProcessPairs(ProcessJudge):
                 world.fail(f"room {room} has a {leg} leg, and no other one: legs of a request must share it")
 
     def _judge_ranks(self, world: ProcessWorld, where: str, rows: Sequence[ServedRequest]) -> None:
-        """Fail unless each decode leg looks at the rank of its prefill leg."""
+        """Fail unless each decode leg reads from the rank of its prefill leg."""
         __tracebackhide__ = True
         assert world.server.pairs is not None
         at: dict[tuple[int, str], tuple[int, int]] = {}
@@ -536,7 +544,7 @@ class ProcessPairs(ProcessJudge):
                 self._judge_parameters(world, f"{where}: a leg at rank {prefill[-1].rank}", prefill[-1], row)
 
     def _judge_nothing_held(self, world: ProcessWorld, where: str) -> None:
-        """Fail if engines hold blocks for legs whose other one never comes."""
+        """Fail if engines still hold blocks for legs that never come."""
         __tracebackhide__ = True
         assert world.server.pairs is not None
         deadline = Deadline(min(1.0, self.timeout_s))
@@ -552,7 +560,7 @@ class ProcessPairs(ProcessJudge):
             world.pause()
 
     def _wait_rows(self, world: ProcessWorld, role: str, count: int, since: int = 0) -> None:
-        """Wait until `count` legs have come to the engines of a role; of requests from a number on."""
+        """Wait until `count` legs have come to the engines of a role, counted from request `since` on."""
         __tracebackhide__ = True
         deadline = Deadline(self.timeout_s)
         while (came := sum(row.role == role for row in world.server.requests[since:])) < count:
@@ -561,7 +569,7 @@ class ProcessPairs(ProcessJudge):
             world.pause()
 
     def _wait_closed(self, world: ProcessWorld, where: str, workers: Sequence[int], *, may_stay: bool) -> None:
-        """Wait until no leg is open in some engines; `may_stay`: or for a moment."""
+        """Wait until no leg is open in these engines; with `may_stay`, wait only a moment."""
         __tracebackhide__ = True
         deadline = Deadline(_MOMENT_S if may_stay else self.timeout_s)
         ports = world.server.inside.ports
@@ -574,6 +582,6 @@ class ProcessPairs(ProcessJudge):
 
 
 def _legs_text(rows: Sequence[ServedRequest]) -> str:
-    """Which legs came to engines, and how each was answered."""
+    """Return which legs came to engines, and how each was answered."""
     legs = [f"its {row.role} leg was answered with {row.status or 'nothing'}" for row in rows]
     return ", ".join(legs) or "no leg came to an engine"

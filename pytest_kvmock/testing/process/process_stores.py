@@ -1,7 +1,7 @@
-"""What every router process promises of stores that workers share: a block of a store is no worker's own.
+"""Promises of every router process for stores that workers share: a block of a store belongs to no single worker.
 
-A worker's stream says what it has put into a store, and each worker of the store can load it. No stream says what is
-gone; the answer of an engine does (`cached_tokens`). A process may leave stores out.
+A worker's stream announces the blocks that it has put into a store, and each worker of the store can load them. No
+stream announces deletions; the answer of an engine shows them (`cached_tokens`). A process may ignore stores.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.process.process_world import ProcessWorld
 
 _BLOCKS: Final = 4
-"""Blocks of a prompt at least: whole chunks of a store. A device holds four prompts, and a host two."""
+"""The fewest blocks of a prompt, which has whole chunks of a store. A device holds four prompts, and a host two."""
 
 _FILLERS: Final = 8
-"""Prompts after which neither device nor host has what it had before."""
+"""Number of prompts that push all earlier blocks out of device and host."""
 
 _PROMPTS: Final = 16
-"""By chance a right process sends all of them to one of two workers in 1 of 32,768."""
+"""Number of prompts. By chance a correct process sends all of them to one of two workers in 1 case of 32,768."""
 
 _FEW: Final = 4
 _MOST_WORKERS: Final = 7
@@ -41,13 +41,13 @@ _ASKED: Final = "blocks_by_owner(prompt) -> {store: {worker: blocks}}"
 
 
 class ProcessStores(SaysUnjudged, ProcessJudge):
-    """The part of `ProcessContract` that is about stores that workers share."""
+    """The part of `ProcessContract` about stores that workers share."""
 
     stores: ClassVar[Mapping[str, Any] | None] = None
 
     @classmethod
     def wrong_declaration(cls) -> str:
-        """What is wrong with what the class declares, or contradicts itself; "" where nothing does."""
+        """Return the first invalid or contradictory declaration of the class; "" if there is none."""
         if cls.stores is not None:
             try:
                 stores = read_stores(cls.stores)
@@ -61,8 +61,8 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
         return super().wrong_declaration()
 
     def test_a_block_of_a_store_is_no_worker_s_own(self, kv_dialect: str) -> None:
-        """With `stores`: prompts are in a store alone. The worker that has announced them gets no more than the others,
-        and they are on no device.
+        """With `stores`: prompts that are only in a store do not all go to the worker that announced them, and count on
+        no device.
         """
         for spec in self._shared_by_several(kv_dialect):
             with self._over_stores(kv_dialect, spec) as world:
@@ -75,7 +75,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
                             world.judge_blocks(where, prompt)
                         self._judge_owners(world, where, prompt)
                     if self.packs or (self.first_of_equals and writer == min(world.workers)):
-                        continue  # on purpose
+                        continue  # such picks are declared
                     picks = [world.picked(where, prompt) for prompt in prompts]
                     if picks.count(writer) == len(picks):
                         world.fail(
@@ -84,8 +84,8 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
                         )
 
     def test_a_store_outlives_what_happens_to_its_workers(self, kv_dialect: str) -> None:
-        """With `stores`: a worker that has written prompts is cleared, restarts, or goes. What was promised of them to
-        the others is promised still.
+        """With `stores`: a worker that has written prompts is cleared, restarts, or stops. Promises of these prompts to
+        the other workers stay.
         """
         for spec in self._shared_by_several(kv_dialect):
             self._needs_owners()
@@ -114,8 +114,8 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
                                 )
 
     def test_a_promise_that_was_broken_is_lowered(self, kv_dialect: str) -> None:
-        """With `stores`: what is in a store is deleted, twice. A promise that is made again is told at the end of the
-        run, and is no failure: no stream says that the blocks are gone, and the answers of engines do.
+        """With `stores`: the blocks of a store are deleted, twice. A repeated promise is reported at the end of the
+        run, and is no failure: no stream announces the deletion, only the answers of engines show it.
         """
         for spec in self._shared_by_several(kv_dialect, MAY_BE_SILENT):
             self._needs_owners()
@@ -123,7 +123,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
                 prompts = [self._text(world, spec) for _ in range(_FEW)]
                 where = f"prompts in the store {spec.name!r} were deleted"
                 self._write(world, spec, spec.workers[0], prompts, where)
-                for worker in spec.workers:  # else they announce what they compute again
+                for worker in spec.workers:  # otherwise they announce recomputed blocks
                     folder: Any = world.server.harness.worker(worker).storage
                     folder.announces = False
                 paid = []
@@ -143,7 +143,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
     # ------------------------------------------------------------------------------------------------ the means
 
     def _shared_by_several(self, kv_dialect: str, kinds: Sequence[str] = JUDGED_KINDS) -> list[StoreSpec]:
-        """The stores of these kinds that engines of a dialect have and several workers share; the test is skipped where
+        """Return the stores of these kinds that engines of a dialect have and several workers share; skip the test if
         there is none.
         """
         __tracebackhide__ = True
@@ -174,7 +174,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
 
     @staticmethod
     def _text(world: ProcessWorld, spec: StoreSpec) -> str:
-        """A new prompt, of whole chunks of a store."""
+        """Return a new prompt of whole chunks of a store."""
         return world.text(blocks_of(spec, world.server.harness.profile.block_size, _BLOCKS))
 
     def _tiers_for(self, spec: StoreSpec) -> Tiers | None:
@@ -183,7 +183,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
 
     @contextmanager
     def _over_stores(self, kv_dialect: str, spec: StoreSpec) -> Iterator[ProcessWorld]:
-        """Three engines at least, one of which is in no store."""
+        """Yield a world of at least three engines, one of which is in no store."""
         __tracebackhide__ = True
         stores = read_stores(self.stores)
         workers = max(3, 2 + max(each for store in stores.values() for each in store.workers))
@@ -196,7 +196,9 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
             yield world
 
     def _write(self, world: ProcessWorld, spec: StoreSpec, writer: int, prompts: Sequence[str], where: str) -> None:
-        """Have an engine serve prompts, and others until these are in the store alone, and the process knows it."""
+        """Let an engine serve prompts, then others until the first ones are only in the store and the process knows
+        it.
+        """
         __tracebackhide__ = True
         for prompt in prompts:
             world.direct(writer, prompt)
@@ -210,7 +212,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
 
     @staticmethod
     def _found(world: ProcessWorld, prompt: str) -> dict[Any, dict[int, int]]:
-        """What the reference index finds of a prompt, by tier and worker."""
+        """Return the blocks of a prompt that the reference index finds, by tier and worker."""
         harness = world.server.harness
         hashes = world.hashes_of(prompt)
         with harness.publisher.lock:
@@ -223,14 +225,14 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
             self.skip("it has no blocks_by_owner(prompt)", "what it promises of a store", _ASKED)
 
     def _promises(self, world: ProcessWorld, prompt: str) -> Mapping[str, Mapping[int, int]]:
-        """What the process promises of stores."""
+        """Return the promises of the process for stores."""
         __tracebackhide__ = True
         method, problem = getattr(self, "blocks_by_owner", None), ""
         if method is None:
             return {}
         try:
             answer = method(prompt)
-        except Exception as error:  # noqa: BLE001 - whatever the user's raises
+        except Exception as error:  # noqa: BLE001 - the user's method may raise anything
             problem = f"blocks_by_owner(prompt) raised {type(error).__name__}: {' '.join(str(error).split())}"
             answer = {}
         stores = world.server.harness.inside.reference.stores
@@ -244,7 +246,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
         return known
 
     def _judge_owners(self, world: ProcessWorld, where: str, prompt: str) -> Mapping[str, Mapping[int, int]]:
-        """Fail unless what the process promises of stores is right in time, and return it."""
+        """Fail unless the promises of the process for stores become right in time; return them."""
         __tracebackhide__ = True
         deadline = Deadline(self.timeout_s)
         while True:
@@ -261,7 +263,7 @@ class ProcessStores(SaysUnjudged, ProcessJudge):
             world.pause()
 
     def _is_broken(self, world: ProcessWorld, where: str, prompt: str, spec: StoreSpec) -> bool:
-        """Send a prompt, and return whether its worker was promised blocks of a store, and reused less."""
+        """Send a prompt, and return whether its worker reused fewer blocks than the store's promise."""
         __tracebackhide__ = True
         promised = self._promises(world, prompt).get(spec.name, {})
         worker = world.picked(where, prompt)

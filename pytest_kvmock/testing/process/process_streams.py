@@ -1,5 +1,5 @@
-"""What every router process promises of streams that are odd, and of hosts: a medium that it does not know, replays
-that overlap or end early, a worker's id at another address, and prompts that a host has.
+"""Promises of every router process for unusual streams and hosts: an unknown medium, replays that overlap or end early,
+a worker's id at another address, and prompts on a host.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ if TYPE_CHECKING:
 
 _DEVICE: Final = 64
 _LEAST_HOST: Final = 2 * _DEVICE
-"""Blocks of a device, and of the least host that keeps what came before the device was filled once more."""
+"""Blocks of a device, and of the smallest host that keeps the earlier blocks while the device is refilled."""
 
 _HOLDERS: Final = (0, 1, 1, 0, 1, 0, 0, 1)
-"""Whose host has which prompt: in an order that no round robin has."""
+"""The worker whose host has each prompt, in an order that round robin never makes."""
 
 
 class ProcessStreams(ProcessAdapters):
-    """The part of `ProcessContract` that is about odd streams, and hosts."""
+    """The part of `ProcessContract` about unusual streams and hosts."""
 
     tiers: ClassVar[Mapping[str, Any] | None] = None
     reads_drafts: ClassVar[bool] = False
 
     @classmethod
     def wrong_declaration(cls) -> str:
-        """What is wrong with what the class declares, or contradicts itself; "" where nothing does."""
+        """Return the first invalid or contradictory declaration of the class; "" if there is none."""
         if cls.tiers is not None:
             try:
                 blocks = Tiers.of(cls.tiers).host
@@ -49,14 +49,14 @@ class ProcessStreams(ProcessAdapters):
         return super().wrong_declaration()
 
     def _judge_medium(self, world: ProcessWorld) -> None:
-        """Have events say that blocks left a medium that no engine has, before and after they are stored."""
+        """Inject events by which blocks leave an unknown medium, before and after they are stored."""
         __tracebackhide__ = True
         if world.server.dialect.media:
             self._strike(world, "unknown_medium", "blocks of worker {} left a medium that its dialect does not have")
 
     def _judge_replays(self, world: ProcessWorld) -> None:
-        """Have a replay send what came by itself, too, and others end before what was asked for, with their end or
-        without one: then what is missing is asked for again.
+        """Let one replay repeat batches that had arrived, and others end early, with or without their end marker. The
+        process must then ask for the missing batches again.
         """
         __tracebackhide__ = True
         for worker in self._faulted(world):
@@ -75,7 +75,7 @@ class ProcessStreams(ProcessAdapters):
         world.judge(f"{where}, and then the blocks of that were evicted", after)
 
     def _lost(self, world: ProcessWorld, worker: int) -> tuple[str, str, str]:
-        """Lose a batch of a worker, and return its prompt, and those of the two after it."""
+        """Lose a batch of a worker, and return its prompt and those of the two batches after it."""
         __tracebackhide__ = True
         self._heard_from(world, worker)
         prompts = (world.text(8), world.text(8), world.text(8))
@@ -85,7 +85,9 @@ class ProcessStreams(ProcessAdapters):
         return prompts
 
     def _judge_same_id(self, world: ProcessWorld, moved: Callable[[ServedEngines], object]) -> None:
-        """Have worker 2 go, and another one come up under its id at another address: it is empty, and heard there."""
+        """Stop worker 2, and start another under its id at another address: it is empty, and its events are received
+        there.
+        """
         __tracebackhide__ = True
         where = "worker 2 is gone, and comes up under its id at another address"
         before, prompt = world.text(8), world.text(8)
@@ -106,7 +108,9 @@ class ProcessStreams(ProcessAdapters):
             world.fail(f"{where}: it knows {known} blocks there of what the one that is gone held; expected none")
 
     def test_a_prompt_goes_to_the_host_that_has_it(self, kv_dialect: str) -> None:
-        """With `tiers`: of two idle workers the one is picked whose host has a prompt, where no device has it."""
+        """With `tiers`: of two idle workers the process picks the one whose host has the prompt, if no device has
+        it.
+        """
         what = "whether it weighs what a host has"
         if self.tiers is None:
             self.skip("tiers is None", what, "tiers, the host below each engine,")
@@ -140,7 +144,7 @@ class ProcessStreams(ProcessAdapters):
                 )
 
     def test_it_reads_a_draft_model(self, kv_dialect: str) -> None:
-        """With `reads_drafts`: engines have a draft model, and a block is another where the token after it is."""
+        """With `reads_drafts`: engines have a draft model, and a block with another next token is another block."""
         what = "what it makes of engines with a draft model"
         if not self.reads_drafts:
             self.skip("reads_drafts is False", what, "reads_drafts = True")

@@ -1,5 +1,5 @@
-"""What a `ProcessContract` is given of a router process: how it is started, what it is made for, how it is asked
-what it knows.
+"""The declarations of a router process for its `ProcessContract`: how it is started, what it supports, and how its
+state is queried.
 """
 
 from __future__ import annotations
@@ -25,32 +25,32 @@ if TYPE_CHECKING:
 
 _COOLS_AT_MOST_S: Final = 60
 _RANKS: Final = {"rank": 2, "node": 4}
-"""Ranks of each worker, by how they share ports of HTTP: two ports each."""
+"""Ranks of each worker, by how they share HTTP ports; each worker has two ports."""
 
 _BODIES: Final = ("completion", "chat")
 
 _PAIRS: Final = "P/D pairs (hand_over)"
-"""What is not judged of a router that is in front of no pairs."""
+"""The point that is not judged of a router without pairs."""
 
 WAYS: Final = (*PAIRED, IN_ROOMS)
-"""What `hand_over` may be."""
+"""The values of `hand_over`."""
 
 _QUICK: Final = {IN_ROOMS: {"release_timeout": 0.2, "num_reserved_decode_tokens": 16}}
-"""Options of engines by which nothing that ends by time takes long, and a decode engine has room for many requests."""
+"""Options of engines that keep timeouts short, and give a decode engine room for many requests."""
 
 _ROOMY: Final = 4096
-"""Blocks of a decode engine: it has room for whatever its prefill engines hold."""
+"""Blocks of a decode engine: room for all that its prefill engines hold."""
 
 
 def _has_http_forms(dialect: str) -> bool:
-    """Whether ranks of engines that speak a dialect may have ports of their own."""
+    """Whether ranks of engines with this dialect may have separate ports."""
     spoken = find_dialect(dialect)
     release = release_of(spoken.models, spoken.backend)
     return release is not None and release.has_http_forms
 
 
 class ProcessSubject:
-    """A router process, as the tests of a `ProcessContract` have it; that has the attributes."""
+    """A router process as the tests of a `ProcessContract` see it; the attributes are documented there."""
 
     dialects: ClassVar[Sequence[str]] = ("vllm-0.33",)
     url: str | None = None
@@ -81,7 +81,7 @@ class ProcessSubject:
     pytestmark: ClassVar[list[pytest.MarkDecorator]]
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
-        """Run each test over the dialects of the class: they are the values of its fixture `kv_dialect`."""
+        """Run each test over the dialects of the class, the values of its fixture `kv_dialect`."""
         super().__init_subclass__(**kwargs)
         if cls.hand_over is not None and "hand_over" in cls.__dict__ and (roles := cls.roles()):
             marks = cls.__dict__.get("pytestmark", [])
@@ -96,14 +96,14 @@ class ProcessSubject:
             return request.param
 
         setattr(cls, kv_dialect.__name__, pytest.fixture(params=list(cls.dialects))(kv_dialect))
-        if (ranks := _RANKS.get(cls.http, 1)) > 1:  # so that engines of all tests have some
+        if (ranks := _RANKS.get(cls.http, 1)) > 1:  # so that engines of all tests have ranks
             marks = vars(cls).get("pytestmark", [])
             marks = marks if isinstance(marks, list) else [marks]
-            setattr(cls, "pytestmark", [*marks, pytest.mark.kvmock(dp_size=ranks)])  # noqa: B010 - it is pytest's
+            setattr(cls, "pytestmark", [*marks, pytest.mark.kvmock(dp_size=ranks)])  # noqa: B010 - pytest's name
 
     @classmethod
     def wrong_declaration(cls) -> str:
-        """What is wrong with what the class declares, or contradicts itself; "" where nothing does."""
+        """Return the first invalid or contradictory declaration of the class; "" if there is none."""
         cools = cls.cools_down_s
         if isinstance(cools, bool) or not isinstance(cools, int | float) or not 0 <= cools <= _COOLS_AT_MOST_S:
             return f"cools_down_s must be seconds from 0 to {_COOLS_AT_MOST_S}, got {cools!r:.80}"
@@ -122,8 +122,8 @@ class ProcessSubject:
 
     @classmethod
     def roles(cls, prefill: int = 2, decode: int = 1) -> dict[str, dict[str, Any]] | None:
-        """The engines of its worlds by role, as `RouterHarness` takes them: prefill engines, which tests are about, and
-        decode engines behind them; None: it is in front of engines without roles.
+        """Return the engines of its worlds by role, as `RouterHarness` takes them: the prefill engines under test, and
+        the decode engines behind them. None if the engines have no roles.
         """
         if cls.hand_over not in WAYS:
             return None
@@ -133,9 +133,7 @@ class ProcessSubject:
     # ----------------------------------------------------------------------------------------------- what it is given
 
     def command(self, engines: ServedEngines) -> Sequence[str | Path]:  # noqa: ARG002 - for those who define it
-        """Return the command that starts the process before these engines; to be defined by a subclass that has no
-        `url`.
-        """
+        """Return the command that starts the process in front of these engines; a subclass without `url` defines it."""
         __tracebackhide__ = True
         refuse(
             self,
@@ -143,10 +141,10 @@ class ProcessSubject:
         )
 
     def ready(self, process: RouterProcess) -> str:
-        """Wait until the process is ready, and return its URL; may be defined by a subclass.
+        """Wait until the process is ready, and return its URL; a subclass may override it.
 
-        As it stands, it waits until `/health` at `engines.port` is answered with 200. `process.line()` is the next line
-        that it prints.
+        By default it waits until `/health` at `engines.port` is answered with 200. `process.line()` returns the next
+        line that the process prints.
 
         Raises:
             ProcessEnded: it has ended, or is not ready in time.
@@ -156,11 +154,11 @@ class ProcessSubject:
         return url
 
     def completion(self, prompt: str, **options: Any) -> tuple[str, dict[str, Any]]:
-        """Return path and body of a completion, or of a chat that has the prompt; a subclass may define it.
+        """Return path and body of a completion, or of a chat with the prompt; a subclass may override it.
 
         Args:
             prompt: a text.
-            options: `max_tokens`, `stream`, `cache_salt` and `lora_name`, those that are asked for.
+            options: any of `max_tokens`, `stream`, `cache_salt` and `lora_name`.
         """
         if self.sends == "chat":
             messages = [{"role": "user", "content": prompt}]
@@ -169,44 +167,42 @@ class ProcessSubject:
 
     @property
     def is_started(self) -> bool:
-        """Whether each test starts the process; else it is there."""
+        """Whether each test starts the process; if not, it already runs."""
         return type(self).url is None
 
     def tells_blocks(self, keys: Mapping[str, Any] = {}) -> bool:
-        """Whether it answers what it knows of a prompt, with these keys."""
+        """Whether the process reports its known blocks of a prompt with these keys."""
         method = getattr(self, "blocks", None)
         return method is not None and len(self.keys_of(method, keys)) == len(keys)
 
     @property
     def tells_open(self) -> bool:
-        """Whether it answers how many requests it counts as open."""
+        """Whether the process reports the number of requests that it counts as open."""
         return getattr(self, "open_requests", None) is not None
 
     @staticmethod
     def keys_of(method: Callable[..., Any], keys: Mapping[str, Any]) -> dict[str, Any]:
-        """Return those of a prompt's keys that a method takes."""
+        """Return the keys of a prompt that a method takes."""
         takes = inspect.signature(method).parameters
         takes_any = any(each.kind is each.VAR_KEYWORD for each in takes.values())
         return {name: value for name, value in keys.items() if takes_any or name in takes}
 
     def known_blocks(self, prompt: str, keys: Mapping[str, Any]) -> Any:
-        """Return what it answers of a prompt, with those of its keys that `blocks` takes; whatever that raises, this
-        raises.
-        """
+        """Return the result of `blocks` for a prompt, with the keys that `blocks` takes. Its exceptions propagate."""
         method: Callable[..., Any] = getattr(self, "blocks")  # noqa: B009 - a subclass may have it
         return method(prompt, **self.keys_of(method, keys))
 
     def counted_open(self) -> Any:
-        """Return how many requests it counts as open; whatever `open_requests` raises, this raises."""
+        """Return the number of requests that it counts as open. Exceptions of `open_requests` propagate."""
         method: Callable[[], Any] = getattr(self, "open_requests")  # noqa: B009 - a subclass may have it
         return method()
 
     def unjudged_text(self, dialect: str = "", *, with_rare: bool = False) -> str:
-        """Return what no test can judge of it over a dialect, and what would let one; "" where nothing is left.
+        """Return what no test can judge of it over a dialect, and what would allow it; "" if all can be judged.
 
         Args:
-            dialect: which one; "": all.
-            with_rare: also where nothing but P/D pairs and stores is left, which most routers are not in front of.
+            dialect: the dialect; "": all.
+            with_rare: whether to return a text also if only P/D pairs and stores are left, which few routers use.
         """
         lets = {
             f"anything over {dialect}, which is polled, and not heard (hears_events = False judges all but events)": (
@@ -224,7 +220,7 @@ class ProcessSubject:
         return unjudged_text(lets, () if with_rare else (_PAIRS, STORES))
 
     def skip(self, why: str, what: str, lets: str) -> NoReturn:
-        """Skip the rest of a test, in one line: the same for each test that is skipped for the same, which the
-        summary counts.
+        """Skip the rest of a test with one line. Tests that are skipped for the same reason get the same line, which
+        the summary counts.
         """
         pytest.skip(f"{type(self).__name__}: {why}: {what} was not judged; {lets} would let it")

@@ -1,6 +1,5 @@
-"""What every router process promises of what it is sent, of engines that are down or fail for good.
-
-Of many requests at once.
+"""Promises of every router process for request bodies, for engines that are down or fail permanently, and for many
+requests at once.
 """
 
 from __future__ import annotations
@@ -24,26 +23,25 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.process.process_world import ProcessWorld
 
 _LARGE: Final = 3 * 2**19
-"""Bytes of a body: one and a half of the limit that servers have by default, 1 MiB."""
+"""Bytes of a body: one and a half times the default limit of servers, 1 MiB."""
 
 _AT_ONCE: Final = 120
-"""Requests that are open together: more than the connections that clients keep by default, 100."""
+"""Requests that are open at the same time: more than the 100 connections that clients keep by default."""
 
 _SLOW_S: Final = 1.2
-"""How long engines keep them waiting, in seconds: longer than a time limit of a second."""
+"""Seconds that engines hold these requests: longer than a timeout of one second."""
 
 _UNREADY_S: Final = 0.5
-"""How long a process may answer nothing before it is taken for one that does not listen without an engine, in
-seconds."""
+"""Seconds without an answer after which a process counts as not listening without an engine."""
 
 _TEXT: Final = "Grüße, 世界, κόσμε 🙂 "
-"""A text of two, three and four bytes a character."""
+"""A text with characters of two, three and four bytes."""
 
 _fleet = pytest.mark.kvmock(workers=2, num_blocks=4096)
 
 
 class ProcessTraffic(ProcessJudge):
-    """The part of `ProcessContract` that is about bodies, connections, readiness and engines that fail."""
+    """The part of `ProcessContract` about bodies, connections, readiness and engines that fail."""
 
     health: ClassVar[str] = "/health"
     ready_means_engines: ClassVar[bool] = True
@@ -52,7 +50,7 @@ class ProcessTraffic(ProcessJudge):
 
     @classmethod
     def wrong_declaration(cls) -> str:
-        """What is wrong with what the class declares, or contradicts itself; "" where nothing does."""
+        """Return the first invalid or contradictory declaration of the class; "" if there is none."""
         for name in ("ready_means_engines", "sends_rank"):
             if not isinstance(flag := getattr(cls, name), bool):
                 return f"{name} must be True or False, got {flag!r:.80}"
@@ -67,9 +65,9 @@ class ProcessTraffic(ProcessJudge):
 
     @_fleet
     def test_it_is_ready_while_an_engine_is(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """It comes before its engines, one of them comes, and goes.
+        """The process starts before its engines; one engine starts, and stops.
 
-        `health` is answered with 200 while one is there, and else is not.
+        `health` is answered with 200 only while an engine is there.
         """
         what = "whether it is ready without an engine"
         if not self.ready_means_engines:
@@ -97,7 +95,7 @@ class ProcessTraffic(ProcessJudge):
 
     @_fleet
     def test_any_body_reaches_an_engine(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """A text that is not ASCII, a body above 1 MiB, a query, and a GET reach an engine as they were sent."""
+        """A non-ASCII text, a body above 1 MiB, a query, and a GET reach an engine unchanged."""
         with self._world(_kvmock_servers, keep_bodies=True) as world:
             prompt = f"{world.text(2)}{_TEXT * 8}"
             path, body = self.completion(prompt, max_tokens=1)
@@ -125,11 +123,9 @@ class ProcessTraffic(ProcessJudge):
 
     @_fleet
     def test_many_slow_requests_are_served(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """As many requests are open at once as exceed the usual limits of a client, and take more than a second.
+        """More requests are open at once than a client's usual limits allow, for more than a second; all are served.
 
-        All are served.
-
-        Meanwhile `health`, where it is answered at all, is answered.
+        Meanwhile `health` is answered, if the process has it.
         """
         with self._world(_kvmock_servers) as world, ExitStack() as opened:
             answers_health = status_of(f"{self.url}{self.health}", self.timeout_s) == "200"
@@ -159,9 +155,9 @@ class ProcessTraffic(ProcessJudge):
 
     @_fleet
     def test_an_engine_that_fails_for_good_loses_its_prompts(self, _kvmock_servers: Callable[..., KvServer]) -> None:
-        """With `gives_up_after`: an engine answers 500 to all.
+        """With `gives_up_after`: an engine answers 500 to all requests.
 
-        After that many requests what it holds goes to another one, which serves it.
+        After this number of requests, its prompts go to another engine, which serves them.
         """
         tries, what = self.gives_up_after, "whether an engine that fails for good loses its prompts"
         if tries is None:
@@ -172,7 +168,7 @@ class ProcessTraffic(ProcessJudge):
             prompt = world.text(8)
             worker = self._known_at(world, prompt)
             world.server.answer(worker, 500, times=None)
-            if len(self.engines) > len(world.workers):  # each port of it fails, and others get prompts in turn
+            if len(self.engines) > len(world.workers):  # each of its ports fails, and ports get prompts in turn
                 tries *= len(self.engines)
             for _ in range(tries):
                 world.send(prompt + world.text(1))
@@ -189,7 +185,7 @@ class ProcessTraffic(ProcessJudge):
     # ------------------------------------------------------------------------------------------------ the means
 
     def _begun(self, world: ProcessWorld) -> str | None:
-        """Start the process before any engine is up, and return its URL; None: it does not start without one."""
+        """Start the process before any engine is up, and return its URL; None if it does not start without one."""
         url = f"http://127.0.0.1:{self.engines.port}"
         try:
             world.process = RouterProcess(self.command(self.engines), self.timeout_s)
@@ -201,7 +197,7 @@ class ProcessTraffic(ProcessJudge):
         return url
 
     def _health(self, world: ProcessWorld, url: str, *, while_nothing: bool = False) -> str:
-        """Return the status of `health`; while there is none it is asked again for a while."""
+        """Return the status of `health`; with `while_nothing`, retry for a while if there is no answer."""
         deadline = Deadline(_UNREADY_S if while_nothing else 0.0)
         while (status := status_of(f"{url}{self.health}", self.timeout_s)).startswith("nothing") and deadline.left:
             world.pause()
@@ -219,9 +215,8 @@ class ProcessTraffic(ProcessJudge):
             world.pause()
 
     def _judge_salt(self, world: ProcessWorld, where: str, prompt: str, cache_salt: str) -> None:
-        """With `salt_header`: fail unless the salt of a header comes to an engine.
-
-        Which then finds no block without it.
+        """With `salt_header`: fail unless the salt of a header reaches an engine, which then finds no block of the
+        unsalted prompt.
         """
         __tracebackhide__ = True
         if not self.salt_header:

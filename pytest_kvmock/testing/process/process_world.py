@@ -1,9 +1,9 @@
-"""The world of one test of a `ProcessContract`: engines behind sockets, the process before them, and what is asked of
-both.
+"""The world of one test of a `ProcessContract`: engines behind sockets, the process in front of them, and the requests
+to both.
 
-One subject: what a test does in its world, by engines, by the process and past it.
+This module has the actions of a test: on engines, through the process and past it.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -33,43 +33,44 @@ if TYPE_CHECKING:
     from pytest_kvmock.testing.process.process_subject import ProcessSubject
 
 _FOUND: Final = 6
-"""This many prompts in a row must be found where they were served before events up to then count as applied: by
-chance 1 of 64."""
+"""Number of prompts in a row that must be found where they were served before earlier events count as applied; by
+chance 1 case of 64."""
 
 _AHEAD: Final = 2
-"""This many prompts are served between one and the question about it: a worker holds a prompt once it was sent there.
+"""Number of prompts that are served between a prompt and the question about it: a worker holds a prompt once it was
+sent there.
 """
 
 _SWAPPED: Final = 2**48
-"""No number of a batch is as large, unless its high byte is read first for last."""
+"""No batch number is this large, unless its bytes are read in reverse order."""
 
 _MOMENT_S: Final = 0.01
-"""Between two questions, in seconds."""
+"""Seconds between two questions."""
 
 _OF_EVENTS: Final = (
     ": X-data-parallel-rank names a rank by its place behind the port, from 0 on; is it the number that events have?"
 )
 
 _DYING_S: Final = 0.2
-"""How long a process may take to end after its connections are closed, in seconds."""
+"""Seconds that a process may take to end after its connections are closed."""
 
 
 class ProcessWorld:
-    """Engines, and a router process before them.
+    """Engines, and a router process in front of them.
 
     Args:
-        contract: whose test it is.
+        contract: the contract of the test.
         server: the engines.
-        spare: how many of them, the last ones, the process is not told of.
+        spare: number of engines, the last ones, that the process is not given.
 
-    Of P/D pairs the workers that a test is about are the prefill engines: their events, what they hold, and which of
-    them was picked. The decode engines answer clients.
+    With P/D pairs the workers under test are the prefill engines: their events, their blocks, and which of them was
+    picked. The decode engines answer clients.
 
     Attributes:
         server: as above.
         decode: the decode engines.
-        engines: those that the process is told of.
-        process: the process; None: it was there before the test, or is not started yet.
+        engines: the engines that the process is given.
+        process: the process; None if it ran before the test, or is not started yet.
     """
 
     def __init__(self, contract: ProcessSubject, server: KvServer, spare: int = 0) -> None:
@@ -79,14 +80,14 @@ class ProcessWorld:
         roles = {} if server.pairs is None else server.pairs.roles
         self.decode = [worker for worker, role in roles.items() if role == "decode"]
         self._rooms = count(2**40)
-        self._called: dict[int, int] = {}  # of workers by the id that the process is told
+        self._called: dict[int, int] = {}  # the id that the process is given, by worker
         self.engines = contract.engines = self.engines_of(server.workers[: len(server.workers) - spare])
         self.process: RouterProcess | None = None
         self._pending: list[PendingReply] = []
-        self._random = Random(0)  # noqa: S311 - which worker serves what
+        self._random = Random(0)  # noqa: S311 - picks the worker that serves a prompt
 
     def engines_of(self, workers: Sequence[int]) -> ServedEngines:
-        """Return these workers as a process is told of them."""
+        """Return these workers as engines for the process."""
         served = [(each, self.server.inside.port(each)) for each in workers]
         return ServedEngines.at_a_port(
             [
@@ -109,19 +110,19 @@ class ProcessWorld:
 
     @property
     def page(self) -> int:
-        """Tokens a page, which the process is told: those of a block, but for engines with context parallelism."""
+        """Tokens per page, which the process is given: the block size, except for engines with context parallelism."""
         manager, size = self.server.harness.worker(0).manager, self.server.harness.profile.block_size
         return size // getattr(manager, "dcp", 1)
 
     @property
     def workers(self) -> list[int]:
-        """The workers that the process is told of; of P/D pairs, the prefill engines."""
+        """The workers that the process is given; of P/D pairs, the prefill engines."""
         told = (self._worker_of(each.worker) for each in self.engines if each.role != "decode")
         return list(dict.fromkeys(told))
 
     @property
     def answering(self) -> list[int]:
-        """The workers whose answers clients get."""
+        """The workers that answer clients."""
         return self.decode or self.workers
 
     @property
@@ -131,11 +132,13 @@ class ProcessWorld:
 
     @property
     def answered(self) -> list[ServedRequest]:
-        """The requests that came to those that answer clients."""
+        """The requests that came to the workers that answer clients."""
         return [row for row in self.server.requests if row.role != "prefill"]
 
     def _worker_of(self, told: int) -> int:
-        """The worker of an engine that the process is told of by this number; of one that there is not, the number."""
+        """Return the worker of an engine with this number for the process; for an unknown engine, the id that follows
+        from the number.
+        """
         called, _ = divmod(told, len(self._behind))
         return next((worker for worker, each in self._called.items() if each == called), called)
 
@@ -145,20 +148,20 @@ class ProcessWorld:
         return [port.ranks for port in self.server.inside.port(self.server.workers[0]).ports]
 
     def rename(self, called: Mapping[int, int], workers: Sequence[int]) -> None:
-        """Have these workers be those that the process is told of; some by another id than their own."""
+        """Give the process these workers, some under another id than their own."""
         self._called = dict(called)
         self.engines = self._contract.engines = self.engines_of(workers)
 
     def known(self, prompt: str, worker: int) -> int:
-        """Return how many blocks of a prompt the process knows of a worker."""
+        """Return the number of blocks of a prompt that the process reports for a worker."""
         __tracebackhide__ = True
         return max((n for (each, _), n in self._answer(prompt, {}).items() if each == worker), default=0)
 
     # ------------------------------------------------------------------------------------------------- the process
 
     def start(self) -> None:
-        """Start the process, and wait until it is ready and hears all engines; one that was there is waited for
-        alone.
+        """Start the process, and wait until it is ready and receives the events of all engines; a process that already
+        runs is not started.
         """
         __tracebackhide__ = True
         contract, problem = self._contract, ""
@@ -176,7 +179,7 @@ class ProcessWorld:
             self.wait_subscribed("it does not subscribe to the events of its engines")
 
     def wait_subscribed(self, problem: str) -> None:
-        """Wait until the process hears all engines that it is told of."""
+        """Wait until the process subscribes to all engines that it is given."""
         __tracebackhide__ = True
         try:
             for worker in self.workers:  # a decode engine may publish nothing
@@ -188,7 +191,7 @@ class ProcessWorld:
         self.fail(problem)
 
     def close(self) -> None:
-        """End the process, and leave engines as they were."""
+        """End the process, and restore the engines."""
         for each in self._pending:
             each.close()
         if self.process is not None:
@@ -198,15 +201,15 @@ class ProcessWorld:
             self.server.start(worker)
 
     def fail(self, text: str) -> NoReturn:
-        """Fail the test in one line; if the process has ended, it is said with what it has printed."""
+        """Fail the test with one line; if the process has ended, add its state and its last output."""
         __tracebackhide__ = True
         if self.process is not None:
-            self.process.wait(_DYING_S)  # a connection that is closed is seen before its process has ended
+            self.process.wait(_DYING_S)  # a closed connection shows before its process has ended
         ended = f" ({self.process.state_text})" if self.process is not None and not self.process.is_alive else ""
         refuse(self._contract, f"{text}{self._swapped()}{ended}")
 
     def _swapped(self) -> str:
-        """What shows that the process reads numbers of batches low byte first; "": nothing does."""
+        """Return the evidence that the process reads batch numbers in reverse byte order; "" if there is none."""
         for worker in self.workers:
             for replay in self.server.publisher(worker).replays if self.server.dialect.replay else ():
                 if replay.start is not None and replay.start >= _SWAPPED:
@@ -217,11 +220,11 @@ class ProcessWorld:
     # ------------------------------------------------------------------------------------------------ what is sent
 
     def text(self, blocks: int = 4) -> str:
-        """Return a prompt that no other begins with."""
+        """Return a prompt with a new beginning."""
         return self.server.text(blocks)
 
     def tokens_of(self, prompt: str) -> tuple[int, ...]:
-        """Return the tokens that an engine makes of a prompt as it is sent: of a chat by its template."""
+        """Return the tokens that an engine makes of a prompt as it is sent; a chat goes through its template."""
         _, body = self._contract.completion(prompt)
         return encode(chat_text(body["messages"]) if "messages" in body else prompt)
 
@@ -236,8 +239,8 @@ class ProcessWorld:
 
         Args:
             prompt: a text.
-            headers: of the request.
-            as_ids: the prompt of a completion is sent as token ids.
+            headers: headers of the request.
+            as_ids: whether the prompt of a completion is sent as token ids.
             options: `max_tokens`, `stream`, `cache_salt`, `lora_name`, as `ProcessSubject.completion` takes them.
         """
         salt = options.pop("cache_salt", None) if self._contract.salt_header else None
@@ -253,18 +256,18 @@ class ProcessWorld:
         return pending
 
     def generated(self, prompt: str, count: int) -> str:
-        """Return what engines answer to a prompt."""
+        """Return the text that engines generate for a prompt."""
         loop = self.server.inside.port(self.workers[0]).loops[0]
         return loop.generated(self.tokens_of(prompt), count)
 
     def send(self, prompt: str, **options: Any) -> tuple[Reply, list[ServedRequest]]:
-        """Send a completion to the process, and return what came back, and what the workers saw of it."""
+        """Send a completion to the process; return the answer, and the workers' records of the request."""
         before = len(self.requests)
         reply = self.begin(prompt, **options).finish()
         return reply, self.requests[before:]
 
     def picked(self, where: str, prompt: str, **options: Any) -> int:
-        """Send a completion that must be served, and return which worker served it."""
+        """Send a completion that must be served, and return the worker that served it."""
         __tracebackhide__ = True
         reply, asked = self.send(prompt, **options)
         if self.decode and reply.status == 200 and not asked and self._contract.threshold != 0:
@@ -278,10 +281,10 @@ class ProcessWorld:
         return asked[-1].worker
 
     def direct(self, worker: int, prompt: str, *, rank: int = 0, **options: Any) -> Reply:
-        """Have an engine serve a completion, past the process."""
+        """Let an engine serve a completion, past the process."""
         __tracebackhide__ = True
         pending = self.begin_direct(worker, prompt, rank=rank, **options)
-        if pending.body.get("bootstrap_room") is not None:  # its answer comes with that of the other leg
+        if pending.body.get("bootstrap_room") is not None:  # the answer comes with that of the other leg
             legs = pending, self._post_to(self.server.url(self.decode[0]), pending.path, pending.body)
             reply = [each.finish() for each in legs][-1]
         else:
@@ -290,15 +293,15 @@ class ProcessWorld:
         return reply
 
     def fill(self, worker: int, blocks: int) -> None:
-        """Have each rank of a worker serve a new prompt, past the process."""
+        """Let each rank of a worker serve a new prompt, past the process."""
         __tracebackhide__ = True
         for rank in range(self.server.harness.profile.dp_size):
             self.direct(worker, self.text(blocks), rank=rank)
 
     def push(self, where: str, worker: int, prompt: str) -> None:
-        """Have an engine serve a new prompt, past the process, and wait until the process says that it knows it.
+        """Let an engine serve a new prompt, past the process, and wait until the process reports its blocks.
 
-        What was published before is applied by then.
+        Earlier events are applied by then.
         """
         __tracebackhide__ = True
         self.direct(worker, prompt)
@@ -306,7 +309,7 @@ class ProcessWorld:
             self.judge_blocks(f"{where}, of what it has served since", prompt)
 
     def begin_direct(self, worker: int, prompt: str, *, rank: int = 0, **options: Any) -> PendingReply:
-        """Send a completion to an engine, past the process; of P/D pairs in rooms, the leg of a prefill engine."""
+        """Send a completion to an engine, past the process; with P/D pairs in rooms, the prefill leg."""
         _, sent = self._contract.completion(prompt, **options)
         path, body = "/v1/completions", openai_completion(self.server.model, prompt, **options)
         if "messages" in sent:
@@ -325,7 +328,7 @@ class ProcessWorld:
         return pending
 
     def wait_open(self, count: int, problem: str) -> None:
-        """Wait until `count` requests are open in the workers; 0: in all engines."""
+        """Wait until `count` requests are open in the workers; for 0, until none is open in any engine."""
         __tracebackhide__ = True
         if count and self.decode:
             self.wait_legs(self.workers, count, problem)
@@ -339,7 +342,7 @@ class ProcessWorld:
         self.fail(problem)
 
     def wait_legs(self, workers: Sequence[int], count: int, problem: str) -> None:
-        """Wait until `count` legs are open in some engines of P/D pairs."""
+        """Wait until `count` legs are open in these engines of P/D pairs."""
         __tracebackhide__ = True
         deadline, ports = Deadline(self._seconds), self.server.inside.ports
         while (legs := sum(loop.num_open for each in workers for loop in ports[each].loops)) != count:
@@ -348,7 +351,7 @@ class ProcessWorld:
             self.pause()
 
     def step(self, chunks: int) -> None:
-        """Have `chunks` chunks made of the one stream that is open, while engines are held."""
+        """Let engines generate `chunks` chunks of the one open stream while they are held."""
         __tracebackhide__ = True
         if not self.decode:
             self.server.step(chunks)
@@ -358,7 +361,7 @@ class ProcessWorld:
         self.wait_legs(self.decode, 1, "the prefill leg of a stream has ended, and no decode engine has the other one")
         loops = [loop for each in self.decode for loop in self.server.inside.port(each).loops]
         before = sum(loop.state.generation_tokens for loop in loops)
-        # In rooms the first token came with the KV, and is in one chunk with the next one.
+        # In rooms the first token comes with the KV cache, and shares a chunk with the next one.
         tokens = chunks + (self._contract.hand_over == IN_ROOMS)
         deadline = Deadline(self._seconds)
         while sum(loop.state.generation_tokens for loop in loops) < before + tokens and deadline.left:
@@ -366,15 +369,15 @@ class ProcessWorld:
             self.pause()
 
     def wait_back(self, worker: int) -> None:
-        """Send completions until a worker that is up again gets one: of what it alone holds, where the process knows
-        that, else of what no worker holds.
+        """Send completions until a restarted worker gets one: for prompts that only it holds if the process knows that,
+        otherwise for prompts that no worker holds.
         """
         __tracebackhide__ = True
         contract, deadline, sent = self._contract, Deadline(self._seconds + self._contract.cools_down_s), 0
         by_events = contract.hears_events and contract.goes_by_prefix
         if not by_events and (contract.packs or contract.first_of_equals):
-            return  # it may have no reason to
-        held: list[str] = []  # each is asked for once: who is sent it in place of this worker holds it too
+            return  # the process may have no reason to pick it
+        held: list[str] = []  # each is sent once: a worker that gets it instead holds it, too
         while True:
             prompt = self.text(2)
             if by_events:
@@ -399,7 +402,7 @@ class ProcessWorld:
     # ---------------------------------------------------------------------------------------------- what it knows
 
     def judge_blocks(self, where: str, prompt: str, **keys: Any) -> None:
-        """Fail unless the process answers of a prompt what it should know."""
+        """Fail unless the process reports the right blocks of a prompt."""
         __tracebackhide__ = True
         asked = Prompt(self.tokens_of(prompt), **keys)
         text = self.server.check(asked, lambda: self._rows(asked, prompt, keys), timeout=self._seconds)
@@ -408,16 +411,16 @@ class ProcessWorld:
             self.fail(f"{where}: {text} ({self._seconds:g} s after the first question{state})")
 
     def resets(self) -> bool:
-        """Whether its engines are reset by a route whose Cleared waits for a step."""
+        """Whether a route resets its engines, whose Cleared waits for a step."""
         return self.server.harness.worker(0).clears_with_a_step
 
     def reset(self, worker: int) -> None:
         """Reset the cache of a worker as a client does, by vLLM's route, at each of its ports."""
         for _, body in self._ask_engine(worker, "/reset_prefix_cache", None):
-            assert b"true" in body, body  # nothing is open there
+            assert b"true" in body, body  # no request is open there
 
     def load_adapter(self, worker: int, name: str, path: str) -> None:
-        """Load an adapter that is there again, as a client does, at each port of a worker."""
+        """Reload an adapter as a client does, at each port of a worker."""
         spoken = self.server.dialect
         release = release_of(spoken.models, spoken.backend)
         prefix = "" if release is not None and release.is_sglang else "/v1"
@@ -440,7 +443,7 @@ class ProcessWorld:
         return found
 
     def judge_known_at_most(self, where: str, worker: int, prompt: str, most: int, **keys: Any) -> None:
-        """Fail if the process, where it says what it knows, takes a worker to hold more than `most` of a prompt."""
+        """Fail if the process reports more than `most` blocks of a prompt for a worker."""
         __tracebackhide__ = True
         if not self._contract.tells_blocks(keys):
             return
@@ -449,10 +452,10 @@ class ProcessWorld:
                 self.fail(f"{where}: it says {row['blocks']} blocks of what that held; expected 0 to {most}")
 
     def count_found(self, served: Sequence[tuple[int, str]]) -> int:
-        """Of how many prompts the process knows that a worker holds some: as it says, or by where it sends it.
+        """Return for how many prompts the process knows the worker that holds a part: by its report, or by its picks.
 
         Args:
-            served: each worker, and a prompt that it has served.
+            served: pairs of a worker and a prompt that it has served.
         """
         __tracebackhide__ = True
         if not self._contract.tells_blocks({}):
@@ -473,7 +476,7 @@ class ProcessWorld:
         return len(served) - len(left)
 
     def judge(self, where: str, prompt: str, **keys: Any) -> None:
-        """Fail unless the process knows of a prompt what it should: by its own answer, and by where it sends it.
+        """Fail unless the process knows the right blocks of a prompt: by its report, and by its pick.
 
         Args:
             where: what has happened, for the message.
@@ -494,7 +497,7 @@ class ProcessWorld:
             self.judge_pick(where, prompt, **keys)
 
     def judge_pick(self, where: str, prompt: str, *, as_ids: bool = False, **keys: Any) -> None:
-        """Fail unless a completion, asked of an idle fleet, goes to a worker that holds most of its prompt."""
+        """Fail unless a completion in an idle fleet goes to a worker that holds most of its prompt."""
         __tracebackhide__ = True
         held = self.held(prompt, **keys)
         if not held:
@@ -505,8 +508,8 @@ class ProcessWorld:
             self.fail(f"{where}: a prompt of which {shown} was sent to worker {worker}, asked of an idle fleet")
 
     def wait_applied(self, where: str) -> None:
-        """Wait until the process has applied the events so far: it finds what was served after them, again and
-        again.
+        """Wait until the process has applied the events so far: it repeatedly finds prompts that were served after
+        them.
         """
         __tracebackhide__ = True
         deadline, served, found = Deadline(self._seconds), [], 0
@@ -527,7 +530,7 @@ class ProcessWorld:
                 )
 
     def _rows(self, asked: Prompt, prompt: str, keys: Mapping[str, Any]) -> list[dict[str, int]]:
-        """Return what the process answers, as rows."""
+        """Return the blocks that the process reports, as rows."""
         __tracebackhide__ = True
         rows = self._by_rank(asked, self._answer(prompt, keys))
         if not self.decode:
@@ -536,7 +539,7 @@ class ProcessWorld:
         return [row for row in rows if row["worker"] not in self.decode] + true
 
     def _answer(self, prompt: str, keys: Mapping[str, Any]) -> Mapping[tuple[int, range], int]:
-        """Return what the process answers."""
+        """Return the blocks that the process reports, by worker and ranks."""
         __tracebackhide__ = True
         contract, problem = self._contract, ""
         try:
@@ -554,10 +557,10 @@ class ProcessWorld:
         return {self._ranks_of(key): blocks for key, blocks in answer.items()}
 
     def _ranks_of(self, key: Any) -> tuple[int, range]:
-        """Return the worker that a key of an answer is about, and of its ranks those that it may be about.
+        """Return the worker that a key of an answer names, and the ranks that it may mean.
 
-        An engine has the number that the process is told. A rank has its place behind the port, or, where that is
-        another port's, the number that its events have.
+        An engine has the number that the process was given. A rank has its place behind the port, or, if the port has
+        no such place, the number in its events.
         """
         told, *rank = key if isinstance(key, tuple) else (key,)
         behind = self._behind[told % len(self._behind)]
@@ -567,8 +570,8 @@ class ProcessWorld:
         return self._worker_of(told), behind
 
     def _by_rank(self, asked: Prompt, answer: Mapping[tuple[int, range], int]) -> list[dict[str, int]]:
-        """Return rows of each rank; a number for a whole engine is that of its best rank, and other ranks of it are
-        not asked about.
+        """Return rows for each rank. A number for a whole engine counts for its best rank; its other ranks are not
+        checked.
         """
         rows: dict[tuple[int, int], int] = {}
         true = {(row["worker"], row["rank"]): row["blocks"] for row in self.server.expect(asked)["blocks"]}
@@ -581,7 +584,7 @@ class ProcessWorld:
     # ------------------------------------------------------------------------------------------------- at the end
 
     def judge_nothing_open(self) -> None:
-        """Fail unless engines have nothing open, and the process counts nothing as open, where it says so."""
+        """Fail unless no request is open in the engines, and the process, if it reports them, counts none."""
         __tracebackhide__ = True
         contract = self._contract
         self.wait_open(0, "after everything requests are open in the engines")
@@ -605,18 +608,18 @@ class ProcessWorld:
         )
 
     def held(self, prompt: str, **keys: Any) -> Mapping[int, int]:
-        """Return the blocks of a prompt that each worker holds, of those that hold any."""
+        """Return the blocks of a prompt by worker, for the workers that hold any."""
         held = self.server.held(Prompt(self.tokens_of(prompt), **keys))
         return {worker: blocks for worker, blocks in held.items() if worker not in self.decode}
 
     def cool(self) -> None:
-        """Wait as long as the process, by what is declared, sends nothing to a worker that failed."""
+        """Wait for the declared time in which the process sends nothing to a failed worker."""
         deadline = Deadline(self._contract.cools_down_s)
         while deadline.left:
             self.pause()
 
     def pause(self) -> None:
-        """Let a moment pass between two questions; none where the process ends in it."""
+        """Wait a moment between two questions; stop if the process ends."""
         if self.process is not None:
             self.process.wait(_MOMENT_S)
         else:
@@ -634,5 +637,5 @@ def _is_blocks(answer: object) -> bool:
 
 
 def asked_text(asked: Sequence[ServedRequest]) -> str:
-    """Return which workers were asked, in words."""
+    """Return the workers that were asked, in words."""
     return ", ".join(f"worker {each.worker}" for each in asked) or "no worker"

@@ -1,4 +1,4 @@
-"""A router process under a contract: what it is given, how it is started and ended, and what it has printed."""
+"""A router process under contract: its engines, its start and end, and its output."""
 
 from __future__ import annotations
 
@@ -24,32 +24,31 @@ _MOST_LINES: Final = 200
 """Lines of standard error that are kept."""
 
 _SHOWN_LINES: Final = 3
-"""This many of them are shown, the last ones."""
+"""The last lines that a message shows."""
 
 _PORTS: Final = range(10_000, 16_000)
 
 _MOMENT_S: Final = 0.02
-"""Between two questions whether it is ready, in seconds."""
+"""Seconds between two checks whether it is ready."""
 
 
-class ProcessEnded(Exception):  # noqa: N818 - it is no error of the contract
-    """Raised where a process has ended, or has not printed, in time; the message says which."""
+class ProcessEnded(Exception):  # noqa: N818 - not an error of the contract
+    """A process has ended, or has not answered in time; the message says which."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedEngine:
-    """One engine as a router process is given it: a port of HTTP, and the ranks behind it.
+    """One engine as a router process is given it: an HTTP port, and the ranks behind it.
 
     Attributes:
         worker: its number, by which `blocks` names it.
-        url: where it serves: "http://127.0.0.1:8000".
-        events: of each rank the endpoint of its events.
-        replays: of each rank the endpoint at which it is asked for replays; empty: nowhere.
-        topic: of its events.
-        role: what it is for in P/D pairs: "prefill" or "decode"; None: it is in none.
-        bootstrap_port: of a prefill engine, where its bootstrap server listens, at the host of its URL; None: it has
-            none.
-        ranks: of each rank the number that its events have. Clients name a rank by its place here.
+        url: its URL, such as "http://127.0.0.1:8000".
+        events: the endpoint of each rank's events.
+        replays: the endpoint of each rank's replays; empty: no replays.
+        topic: the topic of its events.
+        role: its role in a P/D pair, "prefill" or "decode"; None: it is in no pair.
+        bootstrap_port: the port of a prefill engine's bootstrap server, at the host of its URL; None: it has none.
+        ranks: the number of each rank in its events. Clients name a rank by its place here.
     """
 
     worker: int
@@ -62,13 +61,13 @@ class ServedEngine:
     ranks: tuple[int, ...] = (0,)
 
 
-class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it has attributes, too
+class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it also has attributes
     """The engines that a router process is started with.
 
     Attributes:
-        port: a port that is free, for a process that is told where to listen.
+        port: a free port, for a process that is told where to listen.
         model: the name of the model that they serve.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
 
     port: int
@@ -77,16 +76,16 @@ class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it has attribu
 
     @classmethod
     def at_a_port(cls, engines: Sequence[ServedEngine], model: str, block_size: int) -> ServedEngines:
-        """Return engines with a port that is free."""
+        """Return engines with a free port."""
         found = cls(engines)
         found.port, found.model, found.block_size = _free_port(), model, block_size
         return found
 
     def of(self, role: str) -> list[ServedEngine]:
-        """Return those of a role in P/D pairs, "prefill" or "decode".
+        """Return the engines of a role in P/D pairs, "prefill" or "decode".
 
         Raises:
-            ValueError: there is none of that role.
+            ValueError: no engine has this role.
         """
         found = [each for each in self if each.role == role]
         if not found:
@@ -97,14 +96,12 @@ class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it has attribu
 
     @property
     def urls(self) -> list[str]:
-        """Where each serves."""
+        """The URL of each engine."""
         return [each.url for each in self]
 
 
 def _free_port() -> int:
-    """Return a port without a listener, below those that systems give to connections, which may be taken before
-    it is used.
-    """
+    """Return a port without a listener. It is below the ephemeral ports, which may be taken before use."""
     while True:
         port = secrets.choice(_PORTS)
         try:
@@ -115,7 +112,7 @@ def _free_port() -> int:
 
 
 def status_of(url: str, timeout: float) -> str:
-    """Return the status with which a URL is answered, or why it is not."""
+    """Return the status of a GET of a URL, or why there is no answer."""
     place = urlsplit(url)
     connection = http.client.HTTPConnection(place.netloc, timeout=timeout)
     try:
@@ -128,11 +125,11 @@ def status_of(url: str, timeout: float) -> str:
 
 
 class RouterProcess:
-    """A command that runs, with what it prints.
+    """A running command with its output.
 
     Args:
         command: the program and its arguments.
-        timeout: seconds within which it does what is waited for.
+        timeout: seconds to wait for it.
 
     Raises:
         ProcessEnded: it cannot be started.
@@ -154,7 +151,7 @@ class RouterProcess:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # what it starts itself ends with it
+                start_new_session=True,  # its children end with it
             )
         except (OSError, ValueError) as error:
             raise ProcessEnded(f"the command {self.command[0]!r:.200} cannot be started: {error}") from None
@@ -184,7 +181,7 @@ class RouterProcess:
         """Return the next line of its standard output.
 
         Raises:
-            ProcessEnded: it ended, or printed none in time; with its last lines of standard error.
+            ProcessEnded: it ended, or printed no line in time; the message has its last lines of standard error.
         """
         try:
             found = self._lines.get(timeout=self._timeout)
@@ -209,7 +206,7 @@ class RouterProcess:
     def state_text(self) -> str:
         """Whether it runs or how it ended, and its last lines of standard error, in one line."""
         code = self._process.poll()
-        if code is not None:  # what it has printed is read to its end
+        if code is not None:  # its output is read to the end
             self._readers[1].join(self._timeout)
         state = "the process is alive" if code is None else f"the process has exited with {code}"
         shown = " | ".join(self.errors[-_SHOWN_LINES:])
@@ -222,10 +219,10 @@ class RouterProcess:
         self._process.terminate()
 
     def wait(self, timeout: float | None = None) -> int | None:
-        """Wait until it has ended, and return its exit code; None: it has not, in time.
+        """Wait until it has ended, and return its exit code; None if it has not ended in time.
 
         Args:
-            timeout: seconds; None: that of all.
+            timeout: seconds; None: the timeout of the process.
         """
         try:
             return self._process.wait(self._timeout if timeout is None else timeout)
@@ -236,7 +233,7 @@ class RouterProcess:
         """Wait until a URL is answered with 200.
 
         Raises:
-            ProcessEnded: the process ended, or the URL was not answered so in time.
+            ProcessEnded: the process ended, or the URL was not answered with 200 in time.
         """
         deadline = Deadline(self._timeout)
         while (answer := status_of(url, self._timeout)) != "200":
@@ -246,7 +243,7 @@ class RouterProcess:
                 raise ProcessEnded(f"{url} answers {answer} after {self._timeout:g} s: {self.state_text}")
 
     def close(self) -> None:
-        """End it, with whatever it has started."""
+        """End it and all processes that it has started."""
         with suppress(OSError):
             os.killpg(self._process.pid, signal.SIGKILL)
         self._process.wait()

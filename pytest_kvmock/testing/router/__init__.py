@@ -1,1 +1,1 @@
-"""The contract of a router in this process, and a router that keeps it."""
+"""The contract of a router in this process, and a router that fulfils it."""

@@ -1,4 +1,4 @@
-"""A right router, to compare others with, and to plant bugs in."""
+"""A correct router, to compare others with, and to plant bugs in."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 class RightRouter:
-    """A router that picks by Dynamo's cost and draws among equals.
+    """A router that picks by Dynamo's cost and breaks ties at random.
 
-    It keeps an index, loads and a list of workers, all from its hooks, and reports what it believes.
+    Its hooks maintain an index, loads and a list of workers, and it reports what it believes.
     `examples/bug_catalogue/router_bugs.py` plants bugs in it.
 
     Args:
-        workers: who is there from the start; pairs (id, rank) where workers have ranks.
-        seed: of the choice among equals.
+        workers: the workers at the start; pairs (id, rank) if workers have ranks.
+        seed: seed of the choice among equals.
         copies: whether the engines publish every copy of a block, as vLLM does.
     """
 
@@ -43,7 +43,9 @@ class RightRouter:
         return {worker: (load.prefill_tokens, load.blocks, load.requests) for worker, load in self.book.loads.items()}
 
     def overlap(self, request: RouterRequest) -> dict[Worker, int]:
-        """Return the leading blocks of a prompt that each worker holds; a worker without one may be absent."""
+        """Return the number of leading blocks of a prompt that each worker holds; a worker without any may be
+        absent.
+        """
         return self._by_name(self.forms.find(self.index.find_matches, request.hashes))
 
     def _matched(self, local_hashes: Sequence[int]) -> dict[Worker, int]:
@@ -53,7 +55,7 @@ class RightRouter:
         return {key if self.has_ranks else key[0]: score for key, score in scores.items()}
 
     def workers(self) -> list[Worker]:
-        """Return the workers that it knows."""
+        """Return the workers in its list."""
         return list(self.book.loads)
 
     # ------------------------------------------------------------------------------------------ what it does
@@ -70,7 +72,7 @@ class RightRouter:
         return [worker for worker in self.workers() if worker in there]
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
-        """Return a candidate of the least cost, by books of its own; None: no worker is there."""
+        """Return a candidate of the least cost by its own load book; None if there is no candidate."""
         if not candidates:
             return None
         overlaps = self.overlap(request)
@@ -79,15 +81,15 @@ class RightRouter:
         return self.rng.choice([worker for worker, cost in costs.items() if cost == least])
 
     def dispatched(self, request: RouterRequest, worker: Worker) -> None:
-        """Count a request."""
+        """Count a dispatched request."""
         self.book.dispatched(request, worker, self.overlap(request).get(worker, 0))
 
     def first_token(self, request: RouterRequest) -> None:
-        """Count its prefill no more."""
+        """Stop counting the prefill of a request."""
         self.book.first_token(request)
 
     def finished(self, request: RouterRequest) -> None:
-        """Count it no more."""
+        """Stop counting a request."""
         self.book.finished(request)
 
     def apply(self, event: RouterEvent) -> None:
@@ -102,7 +104,7 @@ class RightRouter:
         self.book.add_worker(worker)
 
     def worker_removed(self, worker: Worker) -> None:
-        """Forget a worker, and what it held."""
+        """Remove a worker and its blocks."""
         self.book.remove_worker(worker)
         worker_id = worker[0] if isinstance(worker, tuple) else worker
         self.index.remove_worker(worker_id)

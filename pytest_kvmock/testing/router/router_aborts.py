@@ -1,7 +1,7 @@
-"""Scenes of the contract of routers in which clients go away, wherever their requests are; requests follow after the
-last has gone.
+"""Scenes of the router contract in which clients go away, at any stage of their requests; more requests follow after
+the last has gone.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ LATER_MS: Final = 3000.0
 """A time long after the last client has left."""
 
 _BURST: Final = 90
-"""Requests of one moment, thirty a worker. A router that counts those of one worker for ever sends it none of what
-comes later."""
+"""Requests at one moment, thirty per worker. A router that never stops counting those of one worker sends it none of
+the later ones."""
 
 _CALLED_OFF: Final = (
     ": all that was there was called off and is over, so the router counts it as open still. finished(request) is "
@@ -29,31 +29,29 @@ _CALLED_OFF: Final = (
 
 
 class RouterAborts(RouterPart):
-    """Scenes of clients that go away; a part of `RouterContract`, which plays them."""
+    """The scenes of `RouterContract` in which clients go away."""
 
     def test_it_forgets_who_leaves_before_the_first_token(self) -> None:
-        """Clients go while their requests wait in an engine, or while the prompt is computed: there is no
-        `first_token`.
-        """
+        """Clients go away while their requests wait in an engine or are prefilled: there is no `first_token`."""
         after = (0.0, 2.0, 8.0, 15.0)
         rows = self._leaving(lambda at: {"abort_after_ms": after[at % 4]} if at % 3 else {})
         self._judge_aborts("clients that leave before the first token", rows)
 
     def test_it_forgets_who_leaves_while_it_generates(self) -> None:
-        """Clients go after some tokens."""
+        """Clients go away after some tokens."""
         rows = self._leaving(lambda at: {"abort_after_tokens": 1 + at % 9} if at % 3 else {})
         self._judge_aborts("clients that leave after some tokens", rows)
 
     def test_it_forgets_who_leaves_while_it_waits(self) -> None:
-        """The clients of a burst go one after the other. Some requests may wait in the router; for these it gets no
-        `finished`.
+        """The clients of a burst go away one after the other. Some requests may wait in the router; it receives no
+        `finished` for these.
         """
         rows = self._leaving(lambda at: {"abort_after_ms": 3.0 * at} if at % 3 else {}, apart_ms=0.0)
         self._judge_aborts("a burst whose clients leave one after the other", rows)
 
     def test_it_forgets_who_leaves_as_its_worker_is_lost(self) -> None:
-        """Worker 1 is lost, and this is noticed 60 ms later. Clients go before their requests are sent again, or
-        while they are.
+        """Worker 1 is lost, which is noticed 60 ms later. Clients go away before or while their requests are sent
+        again.
         """
 
         def happens(fleet: Fleet) -> None:
@@ -64,7 +62,7 @@ class RouterAborts(RouterPart):
         self._judge_aborts("clients that leave as worker 1 crashes at 150 ms", self._leaving(lambda _: {}, 30), happens)
 
     def test_it_serves_clients_that_come_again(self) -> None:
-        """Clients go, and come again with the same prompt, in sessions too."""
+        """Clients go away and come again with the same prompt, also in sessions."""
         rows = self._leaving(
             lambda at: {
                 "abort_after_tokens": 2 if at % 2 else None,
@@ -75,7 +73,7 @@ class RouterAborts(RouterPart):
         self._judge_aborts("clients that leave and come again", rows)
 
     def test_a_worker_whose_clients_left_is_used_again(self) -> None:
-        """All clients of worker 0 go after the first token. Many new prompts follow, and each worker gets some."""
+        """All clients of worker 0 go away after the first token. Many new prompts follow, and each worker gets some."""
 
         def happens(fleet: Fleet) -> None:
             def leave(done: Any) -> None:
@@ -87,8 +85,8 @@ class RouterAborts(RouterPart):
 
         where = "a burst whose clients on worker 0 all leave, and new prompts later"
         size = 2 * self.block_size
-        # They do not come in one moment: a router that goes by held blocks would send all to the worker with the
-        # fewest.
+        # They do not come at one moment: a router that goes by blocks in use would send all of them to the worker with
+        # the fewest.
         later = [
             FleetRequest(range(3 * 2**30 + at * size, 3 * 2**30 + (at + 1) * size), 4, LATER_MS + 8 * at)
             for at in range(_BURST)
@@ -103,7 +101,7 @@ class RouterAborts(RouterPart):
     def _judge_aborts(
         self, where: str, rows: Sequence[FleetRequest], happens: Callable[[Fleet], object] | None = None
     ) -> None:
-        """Play requests, call some of them off, and play a burst when all are over."""
+        """Play requests, some of which are called off, and a burst after all have ended."""
         __tracebackhide__ = True
         report = self._played(happens, rows=[*rows, *self._burst(LATER_MS)])
         assert report.aborted, "no client left: the scene shows nothing"
@@ -117,8 +115,8 @@ class RouterAborts(RouterPart):
         count: int = 36,
         apart_ms: float = 6.0,
     ) -> list[FleetRequest]:
-        """Requests of three prompts that share a prefix, and requests with prompts of their own. `fields` are set on
-        each.
+        """Return requests that share one of three prefixes, and requests with separate prompts; `fields` sets further
+        fields of each.
         """
         size = self.block_size
         rows = []

@@ -1,4 +1,4 @@
-"""Scenes of the contract of routers in which workers are no candidates: no worker is there, or one is cordoned."""
+"""Scenes of the router contract in which workers are no candidates: no worker is there, or one is cordoned."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleets.routing.routing import Worker
 
 AT_MS: Final = 150.0
-"""When the first incident happens: in the middle of the trace."""
+"""Time of the first incident, in the middle of the trace."""
 
 LATER_MS: Final = 1500.0
-"""When the trace is long over."""
+"""A time long after the end of the trace."""
 
 WORKERS: Final = 3
-"""Workers that go; of five one is cordoned, so that four share its work."""
+"""Workers that leave; two more make a fleet of five, in which four share the work of a cordoned one."""
 
 _MORE: Final = 1.5
-"""Factor by which a fleet that is uneven by itself may be less even while a worker is cordoned."""
+"""Factor by which the imbalance of a fleet may grow while a worker is cordoned."""
 
 
 class RouterAbsence(RouterPart):
-    """Scenes of workers that are no candidates; a part of `RouterContract`, which plays them."""
+    """The scenes of `RouterContract` in which workers are no candidates."""
 
     def test_requests_wait_while_nobody_is_there(self) -> None:
         """The last worker is lost, leaves, or is cordoned. Requests arrive and are served when others join."""
@@ -45,7 +45,7 @@ class RouterAbsence(RouterPart):
             self._judge(where, self._played(happens))
 
     def test_a_cordoned_worker_gets_nothing(self) -> None:
-        """A worker is no candidate for a while, without notice: the others share its work, and then it gets some
+        """A worker is no candidate for a while, without notice: the others share its work, and afterwards it gets some
         again.
         """
         again_ms, workers = 2 * LATER_MS, WORKERS + 2

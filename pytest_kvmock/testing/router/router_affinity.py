@@ -1,6 +1,6 @@
-"""What every router promises that goes by the blocks which workers hold.
+"""Promises of every router that uses the blocks which workers hold.
 
-A prompt goes to a worker that holds it, whatever the load of others is, and also after a drain.
+A prompt goes to a worker that holds it, whatever the load of other workers, and also after a drain.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 _WORKERS: Final = 4
 _PROMPTS: Final = 16
 _BLOCKS: Final = 8
-"""Prompts, and blocks of each."""
+"""Number of prompts, and blocks of each."""
 
 _SIBLINGS: Final = 4
-"""Requests with the same prefix that come together."""
+"""Requests with the same prefix that arrive together."""
 
 _LOADS: Final = (0, 12, 70)
-"""Open requests of one worker while the others are idle. The thresholds of routers that switch to balancing lie
-between.
+"""Open requests of one worker while the others are idle. The thresholds of routers that switch to balancing lie between
+these.
 """
 
 _JOIN_MS: Final = 100.0
 _APART_MS: Final = 60.0
-"""Between two requests, so that the other workers are idle."""
+"""Time between two requests, so that the other workers are idle."""
 
 _LONG: Final = 400
-"""Output tokens of the requests that make the load: these run until the end."""
+"""Output tokens of the requests that make the load: they run until the end."""
 
 
 class Affinity(RouterPart):
-    """The part of `RouterContract` that is about where held prompts go."""
+    """The part of `RouterContract` about where held prompts go."""
 
     def test_a_held_prompt_goes_where_it_is_however_loaded_others_are(self) -> None:
-        """Prompts that an idle worker holds go there, whatever the load of another one is.
+        """Prompts that an idle worker holds go there, whatever the load of another worker.
 
         Only for a router that has `overlap(request)` or `uses_overlap`.
         """
@@ -63,9 +63,9 @@ class Affinity(RouterPart):
             self._go_where_they_are(where, report.picks)
 
     def test_siblings_go_together_before_the_first_event(self) -> None:
-        """With `keeps_siblings`: four requests with the same prefix come within 3 ms, and three follow the first.
+        """With `keeps_siblings`: of four requests with the same prefix within 3 ms, three follow the first.
 
-        At least half of them must. Events come 40 ms late, so that the router has only what it sent to go by.
+        At least half of them must. Events come 40 ms late, so that the router can use only what it sent.
         """
         if not self.keeps_siblings:
             pytest.skip(
@@ -94,7 +94,7 @@ class Affinity(RouterPart):
     def test_what_a_cordoned_worker_held_is_its_still(self) -> None:
         """A worker is no candidate for a while, as if drained or flapping.
 
-        Prompts that it held come again, and it has its share of new ones.
+        Afterwards prompts that it holds go to it, and it gets its share of new ones.
         """
         rows = self._twice(0)
         drained_ms = _JOIN_MS + 2 * (_PROMPTS + 1) * _APART_MS
@@ -117,9 +117,9 @@ class Affinity(RouterPart):
             self._go_where_they_are(where, [pick for pick in report.picks if pick.ms >= again_ms])
 
     def test_it_uses_a_name_that_returns(self) -> None:
-        """With `names_return`: worker 1 crashes, and another comes up under its name a while later.
+        """With `names_return`: worker 1 crashes, and an empty worker starts under its name later.
 
-        It is empty, and gets its share.
+        The new worker gets some requests.
         """
         if not self.names_return:
             pytest.skip(
@@ -144,14 +144,14 @@ class Affinity(RouterPart):
         self._each_is_picked(where, report, [1], lambda pick: pick.ms >= later_ms)
 
     def test_a_prompt_goes_to_the_host_that_has_it(self) -> None:
-        """With `tiers`: of idle workers the one is picked whose host has a prompt, where no device has it."""
+        """With `tiers`: of idle workers the router picks the one whose host has the prompt, if no device has it."""
         if self.tiers is None:
             pytest.skip(f"{type(self).__name__}.tiers is None: whether it weighs what a host has was not checked")
         size = _BLOCKS * self.block_size
         prompts = [range(at * size, (at + 1) * size) for at in range(8)]
 
         def serve(fleet: Fleet) -> None:
-            for number, prompt in enumerate(prompts):  # the device of each holds one prompt, and its host the others
+            for number, prompt in enumerate(prompts):  # each device holds one prompt, and its host the others
                 engine = fleet.engines[1 + number % 2]
                 engine.submit((*prompt, 2**30), 1)
                 engine.run()
@@ -175,7 +175,7 @@ class Affinity(RouterPart):
     # ------------------------------------------------------------------------------------------------ the means
 
     def _needs_overlap(self, where: str) -> None:
-        """Skip the rest of a test for a router that does not say that it uses what workers hold."""
+        """Skip the rest of a test unless the router declares that it uses the blocks that workers hold."""
         subject, name = self._subject(), type(self).__name__
         uses = callable(getattr(subject, "overlap", None)) if self.uses_overlap is None else self.uses_overlap
         if not uses:
@@ -186,9 +186,9 @@ class Affinity(RouterPart):
             )
 
     def _twice(self, load: int) -> list[FleetRequest]:
-        """Each prompt once and, in another order, once more, one by one.
+        """Return each prompt twice, one by one, the second time in another order.
 
-        Long requests come before them, at once.
+        `load` long requests come before them, all at once.
         """
         size = self.block_size
         heads = [range(at * _BLOCKS * size, (at + 1) * _BLOCKS * size) for at in range(_PROMPTS)]
@@ -199,14 +199,13 @@ class Affinity(RouterPart):
         return [*rows, *(FleetRequest(range(first, first + size), _LONG, 0.0) for first in firsts)]
 
     def _joining(self, fleet: Fleet) -> None:
-        """Have the other workers join, when the first one has its load."""
+        """Let the other workers join when the first one has its load."""
         for _ in range(_WORKERS - 1):
             fleet.at(_JOIN_MS).join(engine=self._engine(4000))
 
     def _go_where_they_are(self, where: str, picks: Sequence[Pick]) -> None:
-        """Fail unless more of what a worker holds goes to who holds most of it than in turn.
-
-        Half of it at least.
+        """Fail unless at least half of the held prompts go to a worker that holds most of them, and more than
+        round-robin would send there.
         """
         __tracebackhide__ = True
         held = [pick for pick in picks if pick.best_held >= _BLOCKS // 2]
@@ -221,7 +220,7 @@ class Affinity(RouterPart):
             )
 
     def _no_more_than_its_share(self, report: Report, from_ms: float | None) -> None:
-        """Fail where the worker that was cordoned gets far more than its share of a burst of new prompts."""
+        """Fail if the worker that was cordoned gets far more than its share of a burst of new prompts."""
         __tracebackhide__ = True
         if self.packs:
             return

@@ -1,6 +1,7 @@
-"""What every router promises, as tests for a router's test class to inherit: it serves all and believes nothing wrong.
+"""The promises of every router, as tests that a router's test class inherits: it serves all requests and believes
+nothing wrong.
 
-One subject: the scenes, and what each is judged by.
+This module has the scenes, and the checks of each.
 """
 
 from __future__ import annotations
@@ -45,30 +46,32 @@ if TYPE_CHECKING:
 
 _WORKERS: Final = 3
 _AT_MS: Final = 150.0
-"""When the incident happens: in the middle of the trace."""
+"""Time of the incident, in the middle of the trace."""
 
 _LATER_MS: Final = 1500.0
-"""When the trace is long over."""
+"""A time long after the end of the trace."""
 
 _UNJUDGED: Final = (
     (("loads",), "what it counts of its open requests"),
     (("overlap", "believed"), "what it takes each rank of a worker to hold"),
     (("workers",), "whom it takes to be there"),
 )
-"""What a router believes: the methods that may report it, and what it is."""
+"""Beliefs of a router: the methods that may report each, and what it is."""
 
 _LENGTHS: Final = attrgetter("input_length", "output_length", "hash_ids")
-"""What a request asks for, without its time."""
+"""The fields of a request without its time."""
 
 
 def _unjudged_text(router: object, *, has_stores: bool) -> str:
-    """Return what no scene can judge of a router, and which method or attribute would allow it; "" for nothing."""
+    """Return what no scene can judge of a router, and which method or attribute would allow it; "" if all can be
+    judged.
+    """
     parts = [
         f"{what} (no {' or '.join(map(_call_text, methods))})"
         for methods, what in _UNJUDGED
         if not any(callable(getattr(router, name, None)) for name in methods)
     ]
-    if not has_stores:  # by itself that makes no line, as most routers have nothing to do with stores
+    if not has_stores:  # makes no line by itself, as few routers have stores
         parts += ["what it makes of stores that workers share (no stores)"] if parts else []
     elif not callable(getattr(router, "overlap_by_owner", None)):
         parts.append("what it promises of stores (no overlap_by_owner(request))")
@@ -90,54 +93,58 @@ class RouterContract(
             def make_router(self, workers):  # or make_router(self)
                 return MyRouter(workers)
 
-    Each test plays a trace of forty requests on three workers, or of two hundred on four. Prompts have tokens. In some
-    tests clients go away. All requests must end: a worker that is gone may not be picked, and
-    no request may wait for ever while a worker could take it. What the router believes is compared before each pick
-    where it has `loads()`, `overlap(request)`, `believed(request)` or `workers()`. For one without
-    them, a line in the summary of the run says what no scene could judge; a test of that alone is skipped.
+    Most tests play a trace of forty requests on three workers, or of two hundred on four. Prompts have tokens. In some
+    tests clients go away. All requests must end: a worker that is gone may not be picked, and no request may wait for
+    ever while a worker could take it. What the router reports by `loads()`, `overlap(request)`, `believed(request)` or
+    `workers()` is compared before each pick. For a router without these methods, a line in the summary of the run lists
+    what no scene could judge; tests of only these methods are skipped.
 
     Attributes:
-        block_size: tokens a block.
-        backend: of the engines, by name or as a `BackendSpec`; None: the default one.
-        selector: computes what a request costs on a worker, as for `Report.regret`. Every pick must be among the
-            cheapest by it. None: the cost of picks is not checked.
+        block_size: tokens per block.
+        backend: the backend of the engines, by name or as a `BackendSpec`; None: the default one.
+        selector: computes what a request costs on a worker, as for `Report.regret`. Every pick must then be among the
+            cheapest. None: the cost of picks is not checked.
         packs: the policy fills one worker before it uses another, on purpose; sharing among workers is not checked.
         first_of_equals: the policy takes the first of equal workers, on purpose, as `LeastLoaded` does. Sharing is not
             checked in an idle fleet, nor among workers that tie or look the same by stale loads.
         follows_prefix: the policy goes where the prefix is at any load, on purpose, as `MostCached`, a hash ring, and
             the rules of AIBrix, Ray and SGLang do. Sharing is not checked for prompts with the same prefix.
-        cools_down_s: seconds in which the policy sends nothing to a restarted worker, on purpose; it is judged
-            after them.
-        survives: ("restart",) for a router that notices an unannounced restart, as its class may declare
-            itself: from the first event whose id went back, its `overlap(request)` must have dropped what was held.
-            Else both answers are right.
-        uses_overlap: whether it goes by what workers hold; then the tests judge where held prompts go. None: True if
-            it has `overlap(request)`.
-        switches_by_load: it goes by load alone where that is uneven, on purpose, as SGLang's rule does; held prompts
+        cools_down_s: seconds in which the policy sends nothing to a restarted worker, on purpose; the worker must be
+            used after them.
+        survives: ("restart",) for a router that notices an unannounced restart; the router's class may declare it, too.
+            From the first event whose id went back, its `overlap(request)` must have dropped the old blocks. Without it
+            both answers are right.
+        uses_overlap: whether the router uses the blocks that workers hold; the tests then judge where held prompts go.
+            None: True if it has `overlap(request)`.
+        switches_by_load: the router uses only load when loads are uneven, on purpose, like SGLang's rule; held prompts
             are judged in an idle fleet only.
-        forgets_cordoned: it drops what a worker held that is no candidate for a while, on purpose: a worker that is
-            not ready may have lost its cache.
-        names_return: whether a worker may come back under the name of one that crashed, as of a StatefulSet.
-        keeps_siblings: whether it counts what it has sent as held until events arrive, so that prompts with the same
-            prefix that come together go to one worker. A router that goes by events alone spreads them.
+        forgets_cordoned: the router drops the blocks of a worker that is no candidate for a while, on purpose: a worker
+            that is not ready may have lost its cache.
+        names_return: whether a worker may come back under the name of one that crashed, as in a StatefulSet.
+        keeps_siblings: whether the router counts the prompts that it sent as held until events arrive, so that prompts
+            with the same prefix that arrive together go to one worker. A router that uses only events spreads them.
         repeats: whether one trace makes the same picks each time. False for a router that draws by a new seed.
-        reads_load_stream: it goes by `Candidate.reading`, as one that subscribes to load streams does: only by fresh
-            readings.
+        reads_load_stream: whether the router uses `Candidate.reading`, like one that subscribes to load streams; it
+            must use fresh readings only.
         tiers: the host below each engine, as `kvmock(tiers=...)` takes it; a prompt must go to the host that has it.
             None: no host.
-        stores: the stores that workers share, as `kvmock(stores=...)` takes them, which `make_router` tells the router,
-            too; it may leave them out, and one with `overlap_by_owner(request)` is judged by it. None: there are none.
-        hand_over: how the P/D pairs of the router hand over: "vllm", "vllm-mooncake" or "sglang". It has scenes of its
-            own then, and the others run with prefill workers. `make_router` gets the workers by role, and may return
-            one router for each role. None: pairs are not judged.
-        order: which leg it is asked for first, as of `Fleet`: "prefill_first" or "decode_first".
-        falls_back: where no prefill worker is there it answers `DECODE_ALONE`, on purpose, as llm-d's and Dynamo's do.
-        holds_prefill: it counts a request on its prefill worker until the request ends, on purpose, as sglang-router
-            does.
-        threshold: uncached tokens of the decode worker from which there must be a prefill leg; None: not judged.
-        busy_from: tokens to compute from which a prefill worker is not picked while another has less; None: not judged.
-        timeout_s: seconds within which each request has a token or an error, and an error follows a failed leg.
-        seed: of the traffic before pairs.
+        stores: the stores that workers share, as `kvmock(stores=...)` takes them; `make_router` passes them to the
+            router, too. The router may ignore them; `overlap_by_owner(request)`, if it has it, is judged. None: no
+            stores.
+        hand_over: how the P/D pairs of the router hand over: "vllm", "vllm-mooncake" or "sglang". Pairs have additional
+            scenes, and the other scenes run with prefill workers. `make_router` gets the workers by role, and may
+            return one router for each role. None: pairs are not judged.
+        order: the leg that the router picks first, as in `Fleet`: "prefill_first" or "decode_first".
+        falls_back: the router returns `DECODE_ALONE` if there is no prefill worker, on purpose, like llm-d's and
+            Dynamo's.
+        holds_prefill: the router counts a request on its prefill worker until the request ends, on purpose, like
+            sglang-router.
+        threshold: uncached tokens on the decode worker from which there must be a prefill leg; None: not judged.
+        busy_from: tokens to compute from which a prefill worker may not be picked while another has less; None: not
+            judged.
+        timeout_s: seconds within which each request must have a token or an error, and an error must follow a failed
+            leg.
+        seed: seed of the traffic for pairs.
     """
 
     block_size: ClassVar[int] = 16
@@ -159,7 +166,7 @@ class RouterContract(
 
     @classmethod
     def wrong_declaration(cls) -> str:
-        """What is wrong or contradictory in what the class declares; "" if nothing is."""
+        """Return the first invalid or contradictory declaration of the class; "" if there is none."""
         for name in (
             *("packs", "first_of_equals", "follows_prefix", "switches_by_load", "forgets_cordoned", "names_return"),
             *("keeps_siblings", "repeats", "reads_load_stream"),
@@ -184,21 +191,19 @@ class RouterContract(
         return ""
 
     def make_router(self, *args: Any, **kwargs: Any) -> Any:  # noqa: ARG002 - for those who define it
-        """Make a new router. A subclass defines it, without arguments or with the workers that are there from the
-        start.
-        """
+        """Make a new router. A subclass defines this, without arguments or with the workers at the start."""
         __tracebackhide__ = True
         refuse(self, "define make_router(self) or make_router(self, workers), which makes a new router")
 
     def run(self, awaitable: Awaitable[Any]) -> Any:
-        """Wait for an async router. Define it for one, with a loop: `return asyncio.run(awaitable)`."""
+        """Wait for an async router. Define this for such a router, with a loop: `return asyncio.run(awaitable)`."""
         __tracebackhide__ = True
         refuse_to_wait(self, "router", awaitable)
 
     # ------------------------------------------------------------------------------------------- it serves all
 
     def test_it_serves_every_request(self) -> None:
-        """Every request ends, and what the router believes is right."""
+        """Every request ends, and the router's beliefs are right."""
         self._judge("three workers that share prefixes", self._played())
 
     def test_one_worker_is_enough(self) -> None:
@@ -206,16 +211,16 @@ class RouterContract(
         self._judge("a single worker", self._played(workers=1))
 
     def test_it_serves_requests_of_one_token(self) -> None:
-        """A prompt of one token has no full block, and an output of one token makes no call of `first_token`."""
+        """A prompt of one token has no full block; an output of one token makes no call of `first_token`."""
         self._judge("requests of one token", self._played(rows=self._of_one_token()))
 
     def test_it_follows_evictions(self) -> None:
-        """Caches are so small that blocks are evicted all the time."""
+        """Caches are so small that blocks are evicted constantly."""
         self._judge("caches that hold a few prompts", self._played(num_blocks=40))
 
     def test_workers_that_know_nothing_share_a_burst(self) -> None:
-        """Many requests come in one moment, with prompts that no worker holds. Each worker gets some: equal scores are
-        no hot spot.
+        """Many requests arrive at one moment, with prompts that no worker holds. Each worker gets some: equal scores
+        make no hot spot.
         """
         report = self._played(rows=self._burst(0.0))
         where = "a burst of prompts of which no worker holds a block"
@@ -223,7 +228,7 @@ class RouterContract(
         self._each_is_picked(where, report, range(_WORKERS))
 
     def test_an_idle_fleet_is_shared(self) -> None:
-        """Requests come one by one and find all workers idle: the router does not always pick the same one."""
+        """Requests arrive one by one and find all workers idle: the router does not always pick the same worker."""
         where = "requests that come one by one, of prompts of which no worker holds a block"
         report = self._played(rows=self._burst(0.0, apart_ms=500.0))
         self._judge(where, report)
@@ -248,9 +253,10 @@ class RouterContract(
         self._each_is_picked(where, report, [1], lambda pick: pick.ms >= later_ms)
 
     def test_it_lives_through_a_silent_restart(self) -> None:
-        """The router goes on. It need not notice the restart, but event ids that begin again may show it."""
+        """The router continues after unannounced restarts. It need not notice them, though event ids begin again."""
         rows = self._rows()
-        # At the second restart it is idle, and the same prompts come once more: each asks for what it held before.
+        # At the second restart the worker is idle, and the same prompts come again: each asks for blocks that it held
+        # before.
         again = [TraceRequest(_LATER_MS + 8 * at, *each) for at, each in enumerate(map(_LENGTHS, rows))]
 
         def happens(fleet: Fleet) -> None:
@@ -273,7 +279,7 @@ class RouterContract(
         self._judge(f"worker 1 leaves at {_AT_MS:g} ms", self._played(lambda fleet: fleet.at(_AT_MS).leave(1)))
 
     def test_it_survives_a_crash(self) -> None:
-        """A worker is lost, and its requests come again."""
+        """A worker is lost, and its requests are sent again."""
         self._judge(f"a crash of worker 1 at {_AT_MS:g} ms", self._played(lambda fleet: fleet.at(_AT_MS).crash(1)))
 
     def test_sessions_go_on_when_their_worker_dies(self) -> None:
@@ -285,7 +291,7 @@ class RouterContract(
             number: turn.session_name for number, turn in zip(report.run.numbers, report.run.asked, strict=True)
         }
         left = {sessions[pick.number] for pick in report.picks if pick.ms < _LATER_MS and pick.worker == 1}
-        if len(left) < 10:  # a router that draws may send as few to one worker
+        if len(left) < 10:  # a router that draws at random may send this few to one worker
             pytest.skip(
                 f"{len(left)} sessions began on worker 1: {where}: whether the others share them was not checked"
             )
@@ -297,7 +303,7 @@ class RouterContract(
         )
 
     def test_it_survives_a_crash_that_is_noticed_late(self) -> None:
-        """For 60 ms the router can still pick the lost worker, and what it sends there comes back."""
+        """For 60 ms the router can still pick the lost worker; requests sent there come back."""
         report = self._played(lambda fleet: fleet.at(_AT_MS).crash(1, notice_ms=60))
         self._judge(f"a crash of worker 1 at {_AT_MS:g} ms, noticed 60 ms later", report)
 
@@ -312,7 +318,7 @@ class RouterContract(
         self._judge("prompts that differ in their LoRA adapter alone", self._played(rows=self._adapters()))
 
     def test_late_events_do_not_stop_it(self) -> None:
-        """Events come 40 ms late; what the router believes is right by those that came."""
+        """Events come 40 ms late; the router's beliefs are right by the events that arrived."""
         self._judge("events that are 40 ms late", self._played(event_delay_ms=40))
 
     def test_stale_polls_do_not_stop_it(self) -> None:
@@ -322,21 +328,19 @@ class RouterContract(
     # ------------------------------------------------------------------------------------------ what it offers
 
     def test_its_loads_are_right(self) -> None:
-        """`loads()` is what was sent, less what is done."""
+        """`loads()` counts the requests that were sent and have not finished."""
         self._judge_one("loads", LOAD_DRIFT, "what it counts of its open requests")
 
     def test_its_overlaps_are_right(self) -> None:
-        """`overlap(request)` is what the events say."""
+        """`overlap(request)` agrees with the events."""
         self._judge_one("overlap", OVERLAP_DRIFT, "what it takes each worker to hold")
 
     def test_it_believes_no_more_than_it_sent(self) -> None:
-        """`believed(request)` is at most what was sent to a worker, with that adapter, since its last announced
-        start.
-        """
+        """`believed(request)` is at most what was sent to a worker with this adapter since its last announced start."""
         self._judge_one("believed", OVERLAP_DRIFT, "what it takes to be where it sent it")
 
     def test_its_workers_are_right(self) -> None:
-        """`workers()` are those that are there."""
+        """`workers()` returns the present workers."""
         self._judge_one("workers", WORKER_DRIFT, "whom it takes to be there")
 
     def test_its_picks_are_among_the_cheapest(self) -> None:
@@ -376,7 +380,7 @@ class RouterContract(
         if self.backend is not None:
             spec = self._spec(self.backend)
             kind["engine_type"] = spec.scheduler
-            if spec.traits.publishes_groups:  # its caches share the blocks, so that there are as many for each
+            if spec.traits.publishes_groups:  # its caches share the blocks: enough for each
                 num_blocks *= sum(max(1, self.block_size // group.block_size) for group in spec.traits.groups)
         args = MockEngineArgs(num_gpu_blocks=num_blocks, block_size=self.block_size, dp_size=ranks, **kind)
         if self.tiers is None:
@@ -433,20 +437,23 @@ class RouterContract(
         return list(rows)
 
     def _burst(self, ms: float, apart_ms: float = 0.0, first: int = 2**30) -> list[TraceRequest]:
-        """Many requests of new prompts, in one moment or one by one; token ids count from `first`."""
+        """Return many requests with new prompts, at one moment or one by one; their block ids count from `first`."""
         ids = [first + 2 * at for at in range(12 * _WORKERS)]
         size = 2 * self.block_size
         return [TraceRequest(ms + at * apart_ms, size, 4, (each, each + 1)) for at, each in enumerate(ids)]
 
     def _of_one_token(self) -> list[FleetRequest]:
-        """Prompts of one token, and prompts of some blocks that share them, for one token each."""
+        """Return requests for one token each: prompts of one token, and prompts of some blocks that begin with it or
+        others.
+        """
         prompts = [range(at, at + (1 if at % 2 else 3 * self.block_size)) for at in range(8)]
         return [FleetRequest(prompts[at % len(prompts)], 1, 8.0 * at) for at in range(40)]
 
     def _sessions(self) -> list[FleetRequest]:
-        """Conversations of two turns. The first turns come at once, the second ones one by one, long after those.
+        """Return conversations of two turns. The first turns come at once, the second turns one by one, long
+        afterwards.
 
-        In one moment a right policy that goes by blocks in use would send them all to the least busy worker.
+        At one moment a correct policy that uses the blocks in use would send all of them to the least busy worker.
         """
         size, count = self.block_size, 20 * _WORKERS
         prompts = [range(first, first + 2 * size) for first in range(0, 2 * size * count, 2 * size)]
@@ -523,7 +530,7 @@ class RouterContract(
     _is_async = False
 
     def _run_trace(self, fleet: Fleet, rows: Sequence[TraceRequest | FleetRequest]) -> Report:
-        """Play a trace, perhaps one more, on a fleet of `_run_fleet`."""
+        """Play a trace, possibly a further one, on a fleet of `_run_fleet`."""
         __tracebackhide__ = True
         trace = [replace(row, with_tokens=True) if isinstance(row, TraceRequest) else row for row in rows]
         try:
@@ -535,7 +542,7 @@ class RouterContract(
         return self._fail(problem)
 
     def _named(self, engines: Mapping[Worker, MockEngine]) -> Any:
-        """Return the workers as `make_router` gets them: a list, or for P/D pairs a list of each role."""
+        """Return the workers as `make_router` gets them: a list, or for P/D pairs a list for each role."""
         if self.hand_over is None:
             return list(engines)
         kinds = ("prefill", "decode")
@@ -568,7 +575,7 @@ class RouterContract(
         return made["prefill"] if isinstance(made, Mapping) else made
 
     def _needs(self, what: str, *methods: str) -> None:
-        """Skip the rest of a test, and say what was not checked, where the router has none of these methods."""
+        """Skip the rest of a test, and report what was not checked, if the router has none of these methods."""
         __tracebackhide__ = True
         subject = self._subject()
         if not any(callable(getattr(subject, name, None)) for name in methods):
@@ -584,7 +591,7 @@ class RouterContract(
         *,
         hint: str = "",
     ) -> None:
-        """Fail unless each of these workers was picked, among the picks that `of` selects; `hint` names a possible
+        """Fail unless each of these workers was picked among the picks that `of` selects; `hint` names a possible
         cause.
         """
         __tracebackhide__ = True

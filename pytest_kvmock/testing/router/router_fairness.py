@@ -1,6 +1,6 @@
-"""What every router promises to each request.
+"""Promises of every router to each request.
 
-A refused request is no load, no request waits while others pass it, and a trace repeats.
+A refused request is no load, no request waits while others pass it, and a trace makes the same picks again.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _REFUSED: Final = 24
 """Number of requests that engines refuse, mixed with others."""
 
 _QUEUED: Final = 160
-"""Number of equal requests, which come somewhat faster than three workers with few places serve them."""
+"""Number of equal requests. They come somewhat faster than three workers with few places serve them."""
 
 _PASSED: Final = 80
-"""At most this many of them may pass a waiting request that came before them."""
+"""The most requests that may pass a waiting request that came before them."""
 
 
 class Fairness(RouterPart):
-    """The part of `RouterContract` that is about single requests."""
+    """The part of `RouterContract` about single requests."""
 
     def test_what_an_engine_refuses_is_no_load(self) -> None:
         """Engines refuse prompts that are longer than their model allows.
 
-        `finished` is called, and nothing of them stays counted.
+        `finished` is called, and the router counts no part of them any more.
         """
         size = self.block_size
         longest = 40 * size
@@ -52,7 +52,7 @@ class Fairness(RouterPart):
         later = [pick for pick in report.picks if pick.ms >= _LATER_MS]
         if len(later) < len(self._burst(_LATER_MS)):
             self._fail(f"{where}: {len(later)} of them were picked for; expected all of them")
-        if self.follows_prefix:  # it may go by how much it sent to each, refused requests too
+        if self.follows_prefix:  # it may use the amount sent to each worker, including refused requests
             return
         self._each_is_picked(
             where,
@@ -65,7 +65,7 @@ class Fairness(RouterPart):
     def test_none_waits_while_others_pass(self) -> None:
         """Equal requests come a little faster than they are served.
 
-        If the router lets some wait, most of the others may not pass one of them.
+        If the router lets some wait, no more than half of the others may pass one of them.
         """
         size = self.block_size
         firsts = range(0, _QUEUED * 4 * size, 4 * size)
@@ -85,9 +85,9 @@ class Fairness(RouterPart):
             )
 
     def test_one_trace_makes_the_same_picks(self) -> None:
-        """A trace that is played twice, behind a new router each time, makes the same picks.
+        """A trace that is played twice, with a new router each time, makes the same picks.
 
-        What is drawn comes from a seed.
+        Random choices must come from a seed.
         """
         if not self.repeats:
             pytest.skip(
@@ -96,7 +96,7 @@ class Fairness(RouterPart):
         found, state = [], random.getstate()
         try:
             for _ in range(2):
-                random.seed(1)  # a router that draws by the module's functions repeats, too
+                random.seed(1)  # a router that draws with the module's functions repeats, too
                 report = self._played()
                 found.append([(pick.number, pick.worker) for pick in report.picks])
         finally:

@@ -1,4 +1,4 @@
-"""What every router promises under everyday load: prompts with a common prefix, or without a full block, are no hot
+"""Promises of every router under everyday load: prompts with a common prefix, or without a full block, make no hot
 spot.
 """
 
@@ -26,22 +26,22 @@ if TYPE_CHECKING:
 
 _WORKERS: Final = 4
 _REQUESTS: Final = 200
-"""With this many, right routers stay far from each limit: one that draws among four gave a worker at most
-1.4 times the mean."""
+"""With this number, correct routers stay far from each limit: a random choice among four gave a worker at most 1.4
+times the mean."""
 
 _EVERY_MS: Final = 500.0
-"""How old polled loads may be: a burst of one moment sees them once."""
+"""The most age of polled loads: a burst at one moment sees them once."""
 
 _ENDED_WELL: Final = 120
-"""Requests that a lone worker serves. A router that counts them, their blocks or their tokens for ever sends it none of
-a burst of 36.
+"""Requests that a single worker serves. A router that never stops counting them, their blocks or their tokens sends it
+none of a burst of 36.
 
-Two other workers take 18 requests of the burst each, all of two blocks: 18 requests, 36 blocks and 36 blocks to
-compute, which is 90 for a router that adds up the three.
+Two other workers then take 18 requests of the burst each, all of two blocks: 18 requests, 36 blocks and 36 blocks to
+compute, or 90 for a router that adds up the three.
 """
 
 _LATER_MS: Final = 3000.0
-"""A time at which they are long over."""
+"""A time long after their end."""
 
 _SERVED: Final = (
     ": all that it had was served and is over, so the router counts it as open still, its request, its blocks or its "
@@ -52,12 +52,12 @@ _SERVED: Final = (
 )
 
 _CHANCES: Final = 40
-"""Random routers that show what chance gives. One more random router is below all of them in one trace of 41, and in
-all of four traces in one of 3 million."""
+"""Number of random routers that show the results of chance. A further random router is below all of them in one trace
+of 41, and in all of four traces in one case of 3 million."""
 
 
 class _Chance:
-    """Picks at random, whatever the workers hold or do."""
+    """A router that picks at random."""
 
     def __init__(self, seed: int) -> None:
         self._rng = Random(seed)  # noqa: S311 - mock data
@@ -70,8 +70,8 @@ class EverydayLoad(RouterPart):
     """The part of `RouterContract` about how much each busy worker gets."""
 
     def test_a_chat_template_is_no_hot_spot(self) -> None:
-        """Every prompt begins with the same one or two blocks, which one worker holds: it does not get all that
-        follow.
+        """Every prompt begins with the same one or two blocks, which one worker holds: this worker does not get most
+        requests.
         """
         for blocks in (1, 2):
             template = range(blocks * self.block_size)
@@ -82,7 +82,7 @@ class EverydayLoad(RouterPart):
             self._require(where, report.assert_balanced)
 
     def test_prompts_of_less_than_a_block_share_a_burst(self) -> None:
-        """Many requests without a full block come in one moment: each worker gets some, and none gets most."""
+        """Many requests without a full block arrive at one moment: each worker gets some, and no worker gets most."""
         if self.block_size == 1:
             pytest.skip("block_size is 1: prompts of less than a block were not checked, as there are none")
         where = f"a burst of {_REQUESTS} requests, all of less than a block"
@@ -93,14 +93,14 @@ class EverydayLoad(RouterPart):
         self._each_is_picked(where, report, range(_WORKERS))
 
     def test_what_ended_well_is_no_load(self) -> None:
-        """A lone worker has served many requests when others join. Many new prompts follow, and it gets some."""
+        """A single worker has served many requests when others join. Many new prompts follow, and it gets some."""
 
         def happens(fleet: Fleet) -> None:
             for _ in range(2):
                 fleet.at(_LATER_MS / 2).join(engine=self._engine())
 
-        # With `follows_prefix` all have one prompt: a policy that goes by prefixes may go to the worker that was sent
-        # the fewest of them, and that one was sent more for ever.
+        # With `follows_prefix` all have one prompt: a policy that follows prefixes may prefer the worker that was sent
+        # the fewest different ones, and worker 0 would have more for ever.
         size = 2 * self.block_size
         firsts = [0 if self.follows_prefix else at * size for at in range(_ENDED_WELL)]
         rows = [FleetRequest(range(first, first + size), 4, 10.0 * at) for at, first in enumerate(firsts)]
@@ -110,15 +110,13 @@ class EverydayLoad(RouterPart):
         self._each_is_picked(where, report, [0], lambda pick: pick.ms >= _LATER_MS, hint=_SERVED)
 
     def test_a_burst_is_shared_where_all_hold_its_prefix(self) -> None:
-        """Loads are polled, and a burst in one moment finds equal workers: all idle, all with the prefix."""
+        """Loads are polled, and a burst at one moment finds equal workers: all idle, all with the prefix."""
         where = f"a burst of {_REQUESTS} requests of one prefix, which all workers hold, by loads that are polled each {_EVERY_MS:g} ms"  # noqa: E501
         report = self._burst_over(range(_WORKERS), where)
         self._require(where, report.assert_balanced)
 
     def test_a_burst_is_shared_among_those_that_hold_its_prefix(self) -> None:
-        """The same with one worker that lacks the prefix: the three others are equal and best, and none of them gets
-        most.
-        """
+        """One worker lacks the prefix: the three others are equal and best, and none of them gets most of a burst."""
         best = range(1, _WORKERS)
         where = (
             f"a burst of {_REQUESTS} requests of one prefix, which workers 1 to 3 hold and worker 0 does not, by "
@@ -134,8 +132,8 @@ class EverydayLoad(RouterPart):
             self._require(where, lambda: assert_balanced("requests to workers that hold it", counts))
 
     def test_workers_that_tie_share(self) -> None:
-        """With a `selector`: each of the workers that tie for the least cost gets its part, as
-        `Report.assert_ties_shared` defines it.
+        """With a `selector`: the workers that tie for the least cost share the requests, as `Report.assert_ties_shared`
+        defines it.
         """
         if self.selector is None:
             pytest.skip(
@@ -157,8 +155,8 @@ class EverydayLoad(RouterPart):
         self._require(where, lambda: report.assert_ties_shared(self.selector))
 
     def test_it_does_not_avoid_what_is_cached(self) -> None:
-        """On at least one of four traces it reuses as much as the least of 40 random routers: a router that ignores
-        caches does as chance does.
+        """On at least one of four traces the router reuses as much as the worst of 40 random routers, as a router that
+        ignores caches does.
         """
         found: list[tuple[float, float, float]] = []
         for seed in range(4):
@@ -186,7 +184,7 @@ class EverydayLoad(RouterPart):
     # ------------------------------------------------------------------------------------------------ the means
 
     def _excuse(self, where: str, *names: str) -> None:
-        """Skip the rest of a test where the contract declares one of these, and report what was not checked."""
+        """Skip the rest of a test if the contract declares one of these, and report what was not checked."""
         __tracebackhide__ = True
         for name in names:
             if getattr(self, name):
@@ -195,7 +193,7 @@ class EverydayLoad(RouterPart):
                 )
 
     def _require(self, where: str, assertion: Callable[[], None]) -> None:
-        """Run an assertion; if it fails, add where."""
+        """Run an assertion; put `where` before the message of a failure."""
         __tracebackhide__ = True
         problem = None
         try:
@@ -206,7 +204,7 @@ class EverydayLoad(RouterPart):
             self._fail(f"{where}: {problem}")
 
     def _burst_over(self, holders: Sequence[int], where: str) -> Report:
-        """Play a burst of one moment with polled loads; `holders` hold its prefix."""
+        """Play a burst at one moment with polled loads; `holders` hold its prefix."""
         __tracebackhide__ = True
         polled = {"loads": "engine", "loads_every_ms": _EVERY_MS}
         report = self._played(
@@ -221,8 +219,8 @@ class EverydayLoad(RouterPart):
         return range(4 * self.block_size)
 
     def _holding(self, workers: Sequence[int], prefix: Sequence[int]) -> Callable[[Fleet], None]:
-        """Return a function that makes each of these workers hold a prefix: it serves it, and index and router get its
-        events as the run begins.
+        """Return a function that makes each of these workers hold a prefix. They serve it, and index and router receive
+        its events when the run begins.
         """
         if self.hand_over == IN_ROOMS:
             pytest.skip(
@@ -244,7 +242,7 @@ class EverydayLoad(RouterPart):
         return [FleetRequest((*self._prefix, *tail), 8, at * apart_ms) for at, tail in enumerate(own)]
 
     def _of_a_template(self, template: Sequence[int]) -> list[FleetRequest]:
-        """Requests that come so fast that each worker serves ten or more at a time."""
+        """Return requests that arrive so fast that each worker serves ten or more at a time."""
         rng, size = Random(1), self.block_size  # noqa: S311 - mock data
         now, first, rows = 0.0, 1000 * size, []
         for _ in range(_REQUESTS):
@@ -260,8 +258,8 @@ class EverydayLoad(RouterPart):
         return [FleetRequest(range(first, first + rng.randrange(1, size)), 8, 0.0) for first in firsts]
 
     def _of_documents(self, seed: int) -> list[TraceRequest]:
-        """Requests of two dozen prefixes, four of each, in random order. They are so far apart that loads say nothing
-        about who holds what.
+        """Return requests of 24 prefixes, four of each, in random order. They are so far apart that loads do not show
+        which worker holds what.
         """
         rng, size = Random(seed), self.block_size  # noqa: S311 - mock data
         ids = iter(range(2**40, 2**41))

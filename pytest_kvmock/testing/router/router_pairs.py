@@ -1,8 +1,8 @@
-"""Scenes of the contract of routers before P/D pairs: two picks a request, and two legs that must meet.
+"""Scenes of the contract of routers for P/D pairs: two picks per request, and two legs that must meet.
 
-One subject: the scenes, and what each is judged by.
+This module has the scenes, and the checks of each.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# Each scene is one trace before two or more engines a role. All are judged alike (`_judge_pairs`): every request ends,
-# in time, with no wrong belief; no decode engine computes what a prefill engine had; every leg finds the other one; no
-# block is read that is not kept; nothing is held at the end; and no lease ends by time whose client stayed.
+# Each scene plays one trace on two or more engines per role. All have the same checks (`_judge_pairs`): every request
+# ends in time, with no wrong belief; no decode engine recomputes a prompt that a prefill engine had; every leg finds
+# the other one; only kept blocks are read; nothing is held at the end; and no lease expires while its client stays.
 
 DECODE: Final = 1000
-"""The id of the first decode worker: those of prefill workers count from 0, as of any fleet of a contract."""
+"""The id of the first decode worker. Ids of prefill workers count from 0, as in any fleet of a contract."""
 
 _WAYS: Final = (*PAIRED, IN_ROOMS)
 _AT_MS: Final = 150.0
@@ -49,7 +49,7 @@ _ALONE: Final = "test_pairs_are_judged"
 
 
 class PairScenes(RouterPart):
-    """Scenes of P/D pairs; a part of `RouterContract`, which plays them."""
+    """The scenes of `RouterContract` with P/D pairs."""
 
     hand_over: ClassVar[str | None] = None
     order: ClassVar[str] = "prefill_first"
@@ -61,20 +61,22 @@ class PairScenes(RouterPart):
     seed: ClassVar[int] = 1
 
     def __init_subclass__(cls, **options: Any) -> None:
-        """Collect the scenes of pairs where they are asked for, and else one that says so."""
+        """Collect the scenes of pairs if `hand_over` is set; if not, only the one that reports that pairs were not
+        checked.
+        """
         super().__init_subclass__(**options)
         for name in _SCENES:
             if name == _ALONE or cls.hand_over is not None:
                 if cls.__dict__.get(name, name) is None:
                     delattr(cls, name)
-                if getattr(cls, name) is None:  # a parent is not about pairs
+                if getattr(cls, name) is None:  # a base class has removed it
                     setattr(cls, name, getattr(PairScenes, name))
             elif name not in cls.__dict__:
                 setattr(cls, name, None)
 
     @classmethod
     def _wrong_pairs(cls) -> str:
-        """What is wrong with what the class declares of pairs; "" where nothing is."""
+        """Return what is wrong with the declarations about pairs; "" if nothing is."""
         if cls.hand_over is not None and cls.hand_over not in _WAYS:
             return unknown_text("hand_over", cls.hand_over, _WAYS)
         for name in ("falls_back", "holds_prefill"):
@@ -90,7 +92,7 @@ class PairScenes(RouterPart):
     # ------------------------------------------------------------------------------------------------- the scenes
 
     def test_pairs_are_judged(self) -> None:
-        """P/D pairs are judged where `hand_over` says how theirs hand over."""
+        """P/D pairs are judged if `hand_over` declares how they hand over."""
         if self.hand_over is None:
             pytest.skip(f"{type(self).__name__}.hand_over is None: P/D pairs were not checked")
         if self.threshold is None:
@@ -100,7 +102,7 @@ class PairScenes(RouterPart):
             )
 
     def test_prompts_are_computed_by_prefill_workers(self) -> None:
-        """New prompts have a prefill leg, and no decode engine computes them; also those shorter than a block."""
+        """New prompts, also those shorter than a block, have a prefill leg, and no decode engine computes them."""
         size = self.block_size
         lengths = (size // 2, 3 * size, 8 * size + 3, size, 6 * size - 1)
         rows = [
@@ -109,7 +111,9 @@ class PairScenes(RouterPart):
         self._play_pairs("new prompts, some shorter than a block", rows=rows)
 
     def test_no_prefill_worker_is_not_passed_over_in_silence(self) -> None:
-        """All prefill workers leave: from then on requests wait, are refused, or are decoded alone as declared."""
+        """All prefill workers leave: requests then wait, are refused, or are decoded alone if `falls_back` declares
+        it.
+        """
 
         def happens(fleet: Fleet) -> None:
             for worker in range(2):
@@ -120,7 +124,7 @@ class PairScenes(RouterPart):
         self._play_without_prefill(where, happens)
 
     def test_a_prefill_worker_that_comes_up_later_is_used(self) -> None:
-        """A deployment begins with decode workers, and prefill workers come up later."""
+        """A deployment starts with decode workers, and prefill workers start later."""
 
         def happens(fleet: Fleet) -> None:
             for worker in range(2):
@@ -133,7 +137,7 @@ class PairScenes(RouterPart):
             self._fail(f"{where}: no request was sent to a prefill worker")
 
     def test_a_change_of_one_role_keeps_the_loads_of_the_other(self) -> None:
-        """Workers of each role join and leave while requests of both are open."""
+        """Workers of each role join and leave while requests are open in both roles."""
 
         def happens(fleet: Fleet) -> None:
             for at, kind in enumerate(("prefill", "decode")):
@@ -143,7 +147,7 @@ class PairScenes(RouterPart):
         self._play_pairs("workers of each role join and leave", happens, output=60)
 
     def test_the_load_of_prefill_ends_with_its_leg(self) -> None:
-        """Outputs and transfers are long: prefill workers have nothing to do long before the requests end."""
+        """Outputs and transfers are long: prefill workers are idle long before the requests end."""
         where = "two bursts with long outputs and slow transfers, the second one as all prefill workers are idle"
         rows = [*self._of_pairs(12, 0.0, output=200), *self._of_pairs(12, _LATER_MS, output=200, first=2**24)]
         report = self._play_pairs(where, rows=rows, link=PairLink(lambda _: 300.0))
@@ -152,7 +156,7 @@ class PairScenes(RouterPart):
             self._fail(f"{where}: of the second burst all {len(picked)} prefill legs went to worker {picked[:1]}")
 
     def test_clients_that_leave_in_any_phase_leave_nothing(self) -> None:
-        """Clients leave while they wait, while their prompts are computed, transferred, and decoded."""
+        """Clients leave while their requests wait, are prefilled, transferred, and decoded."""
         after = (0.0, 5.0, 40.0, 90.0, 200.0)
         rows = [
             replace(row, abort_after_ms=after[at % len(after)]) if at % 4 else row
@@ -165,7 +169,9 @@ class PairScenes(RouterPart):
             self._fail(f"{where}: none was called off")
 
     def test_restarts_in_each_role_leave_nothing(self) -> None:
-        """A prefill and a decode worker restart while requests are open: each ends, be it with an error."""
+        """A prefill worker and a decode worker restart while requests are open: each request ends, possibly with an
+        error.
+        """
 
         def happens(fleet: Fleet) -> None:
             fleet.at(_AT_MS).restart(0)
@@ -175,7 +181,7 @@ class PairScenes(RouterPart):
         self._play_pairs(where, happens, output=40, link=PairLink(lambda _: 30.0), may_fail=True)
 
     def test_slow_workers_and_bad_links_leave_nothing(self) -> None:
-        """One worker of each role takes five times as long, transfers are slow, late or fail, and clients leave."""
+        """One worker of each role is five times as slow, transfers are slow, late or fail, and clients leave."""
         rows = [
             replace(row, abort_after_ms=40.0 * (at % 7)) if at % 3 == 0 else row
             for at, row in enumerate(self._of_pairs(40, output=30, apart_ms=10.0))
@@ -186,7 +192,7 @@ class PairScenes(RouterPart):
         self._play_pairs(where, rows=rows, link=link, slow=0.2, may_fail=True)
 
     def test_prefill_picks_count_no_block_of_decode_workers(self) -> None:
-        """Conversations go on: decode workers hold what was generated, and prefill workers do not."""
+        """In further turns decode workers hold the generated blocks, and prefill workers do not."""
         size = self.block_size
         heads = [range(2**20 * at, 2**20 * at + 4 * size) for at in range(8)]
         first = [FleetRequest(head, 3 * size, 20.0 * at, f"session {at}") for at, head in enumerate(heads)]
@@ -194,7 +200,9 @@ class PairScenes(RouterPart):
         self._play_pairs("conversations of which decode workers hold more than prefill workers", rows=[*first, *second])
 
     def test_each_role_is_asked_by_its_own_hashes(self) -> None:
-        """The roles name blocks differently: by their sizes, or, of SGLang's engines, as one has a draft model."""
+        """The roles name blocks differently: their block sizes differ, or, with SGLang, only one role has a draft
+        model.
+        """
         rows = [*self._of_pairs(16, apart_ms=30.0), *self._of_pairs(16, _LATER_MS, apart_ms=30.0)]
         if self.hand_over == IN_ROOMS:
             where = "prefill engines have a draft model (EAGLE), decode engines have none"
@@ -208,16 +216,16 @@ class PairScenes(RouterPart):
             self._fail(f"{where}: {len(again)} prompts that came again found nothing at their prefill workers")
 
     def test_legs_meet(self) -> None:
-        """Requests come and go, and each leg finds the other one."""
+        """In ordinary traffic each leg finds the other one."""
         self._play_pairs("two prefill and two decode workers", link=PairLink(lambda tokens: tokens / 20))
 
     def test_legs_meet_at_ranks(self) -> None:
-        """Workers have two ranks: a decode leg looks for its prompt at the rank that was picked for prefill."""
+        """Workers have two ranks: a decode leg finds its prompt at the rank that was picked for prefill."""
         rows = [*self._of_pairs(16, apart_ms=20.0), *self._of_pairs(16, _LATER_MS, apart_ms=20.0)]
         self._play_pairs("two prefill and two decode workers of two ranks each", rows=rows, ranks=2)
 
     def test_decode_workers_share_what_they_have_room_for(self) -> None:
-        """Decode workers have room for two requests at a time, and a burst comes."""
+        """Decode workers, with room for two requests at a time, share a burst."""
         size = self.block_size
         rows = self._of_pairs(12, output=int(16 * size), blocks=8, first=2**25)
         where = "a burst of 12 requests, of which each decode worker holds two at a time"
@@ -233,8 +241,8 @@ class PairScenes(RouterPart):
             )
 
     def test_blocks_that_it_was_never_told_of_do_not_end_it(self) -> None:
-        """Its index starts late: events go on from blocks that it was never told of; what it is told from then on
-        counts.
+        """The router's index starts late: events continue from blocks that it never received; blocks of later events
+        count.
         """
         size = self.block_size
         heads = [range(2**20 * at, 2**20 * at + 4 * size) for at in range(6)]
@@ -245,7 +253,7 @@ class PairScenes(RouterPart):
         self._play_pairs("an index that starts late", rows=[*after, *new, *again], warm=before)
 
     def test_a_failed_leg_ends_its_request(self) -> None:
-        """A prefill leg is refused, or a transfer fails: the client is told, and the other leg is called off."""
+        """A prefill leg is refused, or a transfer fails: the client gets an error, and the other leg is called off."""
         rows = self._of_pairs(12, apart_ms=60.0, output=20)
         faults = {1: "fails", 4: "handshake", 7: "fails"}
         where = "some transfers fail, and some prompts are refused by prefill engines"
@@ -257,12 +265,14 @@ class PairScenes(RouterPart):
             self._play_pairs(where, rows=rows, link=PairLink(faults=faults), may_fail=True)
 
     def test_nothing_is_read_after_its_lease(self) -> None:
-        """Decode workers are busy for longer than a lease."""
+        """Decode workers are busy for longer than a lease, and no expired block is read."""
         rows = self._of_pairs(12, output=150, apart_ms=5.0)
         self._play_pairs("decode workers that are busy for longer than a lease", rows=rows, lease_s=1, in_time=False)
 
     def test_a_busy_prefill_worker_is_passed_over(self) -> None:
-        """With `busy_from`: who has that many tokens to compute is not picked while another has less."""
+        """With `busy_from`: a prefill worker with this number of tokens to compute is not picked while another has
+        fewer.
+        """
         if self.busy_from is None:
             pytest.skip(
                 f"{type(self).__name__}.busy_from is None: whether a busy prefill worker is picked was not checked"
@@ -291,7 +301,7 @@ class PairScenes(RouterPart):
     # ------------------------------------------------------------------------------------------------- the means
 
     def _play_without_prefill(self, where: str, happens: Callable[[Fleet], object]) -> Report:
-        """Play while no prefill worker is there for a while."""
+        """Play a scene in which for a while there is no prefill worker."""
         __tracebackhide__ = True
         report = self._play_pairs(where, happens, may_fail=True, may_be_alone=True)
         assert report.roles is not None
@@ -330,13 +340,13 @@ class PairScenes(RouterPart):
         return MockEngine(args, backend=self.backend if self.backend is not None and not eagle else backend)
 
     def _with_decode(self, engines: Mapping[Worker, MockEngine], blocks: int = 800) -> dict[Worker, MockEngine]:
-        """Return prefill engines with two decode engines, named by their rank where those are."""
+        """Return prefill engines with two decode engines; these have ranks in their names if the prefill engines do."""
         has_ranks = any(isinstance(worker, tuple) for worker in engines)
         names: list[Worker] = [(DECODE + at, 0) if has_ranks else DECODE + at for at in range(2)]
         return {**engines, **{worker: self._pair_engine("decode", blocks) for worker in names}}
 
     def _of_prefill(self, report: Report) -> Report:
-        """Return what a report has of the prefill workers, as the other scenes are about these."""
+        """Return the part of a report about prefill workers: the other scenes judge these."""
         run = replace(
             report.run,
             picks=tuple(pick for pick in report.picks if pick.phase == "prefill"),
@@ -345,7 +355,7 @@ class PairScenes(RouterPart):
         return Report(run)
 
     def _skip_if_alone(self, where: str, report: Report) -> None:
-        """Skip the rest of a scene of prefill workers, if requests below a threshold had no prefill leg."""
+        """Skip the rest of a scene of prefill workers if requests below a threshold had no prefill leg."""
         __tracebackhide__ = True
         alone = len(report.roles["decode"].alone) if report.roles else 0
         if alone and self.threshold is not None and self.threshold > 1:
@@ -356,14 +366,14 @@ class PairScenes(RouterPart):
 
     @staticmethod
     def _as_one(router: Any) -> Any:
-        """Return a router as one object: one of each role may be given."""
+        """Return a router as one object; a mapping has one router for each role."""
         if not isinstance(router, Mapping):
             return router
         return RoleRouter(check_roles("make_router: routers", router), lambda worker: PHASES[worker >= DECODE])
 
     def _excused(self, report: Report) -> int:
-        """Return how many requests failed as one of their workers was lost while they were open, or were refused as no
-        prefill worker was there.
+        """Return the number of requests that failed because a worker was lost while they were open, or were refused
+        because no prefill worker was there.
         """
         refused = len(report.roles["prefill"].refused) if report.roles and report.run.incidents else 0
         lost = [each for each in report.run.incidents if each.kind in ("crash", "restart")]
@@ -382,7 +392,7 @@ class PairScenes(RouterPart):
         blocks: int = 4,
         first: int = 0,
     ) -> list[FleetRequest]:
-        """Requests of prompts of their own, some of which share a beginning."""
+        """Return requests with different prompts, some of which share a prefix."""
         rng, size = Random(self.seed), self.block_size  # noqa: S311 - mock data
         rows = []
         for at in range(count):
@@ -413,7 +423,7 @@ class PairScenes(RouterPart):
         in_time: bool = True,
         record: bool = False,
     ) -> Report:
-        """Play a trace before two engines a role, and judge what came of it."""
+        """Play a trace on two engines per role, and check the result."""
         __tracebackhide__ = True
         if wrong := self._wrong_pairs():
             refuse(self, wrong)
@@ -426,7 +436,7 @@ class PairScenes(RouterPart):
                 engines[names[0]] = make("prefill", prefill_blocks, eagle=eagle, speedup_ratio=speed)
                 engines[names[1]] = make("decode", decode_blocks, decode_size, speedup_ratio=speed)
         if warm:
-            Fleet(engines, order=self.order, link=link).run(warm)  # type: ignore[arg-type]  # as is checked there
+            Fleet(engines, order=self.order, link=link).run(warm)  # type: ignore[arg-type]  # checked by Fleet
         rows = self._of_pairs(40, output=output, apart_ms=8.0) if rows is None else rows
         report, fleet = self._run_fleet(engines, happens, rows, link=link, record=record)
         self._judge_pairs(where, report, fleet, may_fail=may_fail, may_be_alone=may_be_alone, in_time=in_time)
@@ -478,7 +488,7 @@ class PairScenes(RouterPart):
                 self._fail(f"{where}: worker {worker!r} holds something at the end: {held}")
 
     def _judge_legs(self, where: str, fleet: Fleet, roles: Mapping[str, RoleFigures], *, may_be_alone: bool) -> None:
-        """Judge that there are prefill legs where they are due, and that each leg found the other one."""
+        """Check that there are prefill legs where they are due, and that each leg found the other one."""
         __tracebackhide__ = True
         decode = roles["decode"]
         if self.threshold is not None and not may_be_alone and (due := decode.alone_from(max(1, self.threshold))):

@@ -1,7 +1,7 @@
-"""What the parts of the contract of routers have of it: how a trace is played, and what it is judged by.
+"""The members of the router contract that its parts use: how a trace is played and checked.
 
-Each part is a class of tests about one subject, and `RouterContract` derives them all. It has what is
-declared here; nothing here runs.
+Each part is a class of tests about one subject, and `RouterContract` inherits from all parts. This module only declares
+the members that `RouterContract` defines.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class RouterPart:
-    """A part of `RouterContract`, which says what each attribute is."""
+    """A part of `RouterContract`, where the attributes are documented."""
 
     block_size: ClassVar[int]
     backend: ClassVar[str | BackendSpec | None]

@@ -1,7 +1,8 @@
-"""What every router promises of stores that workers share: a block of a store is no worker's own.
+"""Promises of every router for stores that workers share: a block of a store belongs to no single worker.
 
-A worker's stream says what it has put into a store, and each worker of the store can load it. No stream says what is
-gone. So a router may leave stores out, or lower what it promises of one, but to all of its workers alike.
+A worker's stream announces the blocks that it has put into a store, and each worker of the store can load them. No
+stream announces deletions. A router may therefore ignore stores, or promise less of one, but the same to all of its
+workers.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleets.traces.mooncake import TraceRequest
 
 _BLOCKS: Final = 8
-"""Blocks of a prompt at least: whole chunks of a store. A device holds one prompt, and a host two."""
+"""The fewest blocks of a prompt, which has whole chunks of a store. A device holds one prompt, and a host two."""
 
 _FILLERS: Final = 3
-"""Prompts after which neither device nor host of an engine has what it had before."""
+"""Number of prompts that push all earlier blocks out of the device and host of an engine."""
 
 _PROMPTS: Final = 16
-"""By chance a right router sends all of them to one of two workers in 1 of 32,768."""
+"""Number of prompts. By chance a correct router sends all of them to one of two workers in 1 case of 32,768."""
 
 _FEW: Final = 4
 
@@ -47,10 +48,10 @@ _MOST_WORKERS: Final = 8
 
 
 class StoreScenes:
-    """The part of `RouterContract` that is about stores that workers share.
+    """The part of `RouterContract` about stores that workers share.
 
     Attributes:
-        stores: the stores, as `kvmock(stores=...)` takes them, which `make_router` tells the router, too.
+        stores: the stores, as `kvmock(stores=...)` takes them; `make_router` passes them to the router, too.
     """
 
     stores: ClassVar[Mapping[str, Any] | None] = None
@@ -60,7 +61,7 @@ class StoreScenes:
     first_of_equals: ClassVar[bool]
     hand_over: ClassVar[str | None]
 
-    if TYPE_CHECKING:  # what it has of the contract
+    if TYPE_CHECKING:  # members of the contract
 
         def _engine_over(self, num_blocks: int, tiers: Tiers | None, spec: BackendSpec) -> MockEngine: ...
 
@@ -86,7 +87,7 @@ class StoreScenes:
 
     @classmethod
     def _wrong_stores(cls) -> str:
-        """What is wrong with `stores`; "" if nothing is."""
+        """Return what is wrong with `stores`; "" if nothing is."""
         if cls.stores is None:
             return ""
         try:
@@ -97,8 +98,8 @@ class StoreScenes:
         return "" if most < _MOST_WORKERS - 1 else f"stores: worker ids must be below {_MOST_WORKERS - 1}, got {most}"
 
     def test_a_block_of_a_store_is_no_worker_s_own(self) -> None:
-        """With `stores`: prompts are in a store alone. The worker that has announced them gets no more than the others,
-        they are on no device, and no worker is made of the store.
+        """With `stores`: prompts that are only in a store do not all go to the worker that announced them. They count
+        on no device, and the store is no worker.
         """
         for spec, described in ((spec, described) for spec in self._shared_by_several() for described in (True, False)):
             writer = spec.workers[0] if described else spec.workers[-1]
@@ -109,13 +110,13 @@ class StoreScenes:
             def serve(fleet: Fleet, writer: int = writer, prompts: Sequence[range] = prompts) -> None:
                 self._serve(fleet, writer, prompts)
 
-            cut = self.block_size if units_of(spec, self.block_size) > 1 else 0  # in the midst of a chunk
+            cut = self.block_size if units_of(spec, self.block_size) > 1 else 0  # ends inside a chunk
             asked = self._asked([each[: len(each) - cut] for each in prompts])
             report, _ = self._run_fleet(engines, serve, asked, stores=self.stores)
             self._judge(where, report)
             picked = [pick.worker for pick in report.picks]
             if self.packs or (self.first_of_equals and writer == min(engines)):
-                continue  # on purpose
+                continue  # such picks are declared
             if picked.count(writer) == len(picked):
                 self._fail(
                     f"{where}: all of them went to worker {writer}; expected some at the others: "
@@ -123,8 +124,8 @@ class StoreScenes:
                 )
 
     def test_a_store_outlives_what_happens_to_its_workers(self) -> None:
-        """With `stores`: a worker that has written prompts is cleared, restarts, leaves or crashes. What was promised
-        of them to the others is promised still.
+        """With `stores`: a worker that has written prompts is cleared, restarts, leaves or crashes. Promises of these
+        prompts to the other workers stay.
         """
         for spec in self._shared_by_several():
             for what in ("was cleared", "restarts", "leaves", "crashes"):
@@ -154,7 +155,7 @@ class StoreScenes:
                     )
 
     def test_a_hole_ends_a_promise_of_a_store(self) -> None:
-        """With `stores`: a worker has announced the second half of a prompt alone, as it has loaded the first one."""
+        """With `stores`: a worker has announced only the second half of a prompt, as it has loaded the first half."""
         for spec in self._shared_by_several(MAY_BE_SILENT):
             self._needs("what it promises of a store", "overlap_by_owner")
             silent, writer, prompts = spec.workers[0], spec.workers[-1], self._prompts(_FEW, spec)
@@ -172,14 +173,14 @@ class StoreScenes:
             self._judge(f"{where}, and no worker the first ones", report)
 
     def test_a_promise_that_was_broken_is_lowered(self) -> None:
-        """With `stores`: what is in a store is deleted, twice. A promise that is made again is told at the end of the
-        run, and is no failure: no stream says that the blocks are gone.
+        """With `stores`: the blocks of a store are deleted, twice. A repeated promise is reported at the end of the
+        run, and is no failure: no stream announces the deletion.
         """
         for spec in self._shared_by_several(MAY_BE_SILENT):
             self._needs("what it promises of a store", "overlap_by_owner")
             writer, prompts = spec.workers[0], self._prompts(_FEW, spec)
             others = [worker for worker in spec.workers if worker != writer]
-            engines = self._engines(spec, silent=others)  # else they announce what they compute again
+            engines = self._engines(spec, silent=others)  # otherwise they announce recomputed blocks
 
             def delete(fleet: Fleet, writer: int = writer, prompts: Sequence[range] = prompts) -> None:
                 for each in prompts:
@@ -209,7 +210,7 @@ class StoreScenes:
     # ------------------------------------------------------------------------------------------------ the means
 
     def _shared_by_several(self, kinds: Sequence[str] = JUDGED_KINDS) -> list[StoreSpec]:
-        """The stores of these kinds that several workers share; the test is skipped where there is none."""
+        """Return the stores of these kinds that several workers share; skip the test if there is none."""
         __tracebackhide__ = True
         name = type(self).__name__
         if self.stores is None:
@@ -231,7 +232,7 @@ class StoreScenes:
     def _engines(
         self, spec: StoreSpec, *, described: bool = True, silent: Sequence[int] = ()
     ) -> dict[Worker, MockEngine]:
-        """Make three engines at least, one of which is in no store; `silent` ones do not announce what they write."""
+        """Make at least three engines, one of which is in no store; `silent` ones do not announce what they write."""
         __tracebackhide__ = True
         all_of = [each for store in read_stores(self.stores).values() for each in store.workers]
         backend = self._spec(self.backend or "vllm")
@@ -250,7 +251,7 @@ class StoreScenes:
         return [range(at * size, (at + 1) * size) for at in range(count)]
 
     def _serve(self, fleet: Fleet, worker: Worker, prompts: Sequence[range]) -> None:
-        """Have an engine serve prompts, and others until it has these neither on its device nor on its host."""
+        """Let an engine serve prompts, then others until neither its device nor its host holds the first ones."""
         engine = fleet.engines[worker]
         size = (engine.args.num_gpu_blocks - 2) * self.block_size
         at = 2**29 + 2**20 * engine.passes
@@ -260,19 +261,19 @@ class StoreScenes:
 
     @staticmethod
     def _asked(prompts: Sequence[range], attempt: int = 0) -> list[FleetRequest]:
-        """The prompts again, each with a token more, one by one."""
+        """Return requests for these prompts, each with one more token, one by one."""
         first = 2**31 + 2**20 * attempt
         return [FleetRequest((*each, first + at), 1, _APART_MS * at) for at, each in enumerate(prompts)]
 
     @staticmethod
     def _least(report: Report, spec: StoreSpec, workers: Sequence[Worker]) -> int:
-        """The fewest blocks of a store that were promised to any of these workers, of any request."""
+        """Return the fewest blocks of a store that were promised to any of these workers for any request."""
         said = (each.blocks.get(spec.name, {}) for each in report.run.promises)
         return min((promised.get(worker, 0) for promised in said for worker in workers), default=0)
 
     @staticmethod
     def _broken(report: Report, spec: StoreSpec) -> list[int]:
-        """The requests of a run whose worker was promised blocks of a store, and reused less."""
+        """Return the requests of a run whose worker reused fewer blocks than the store's promise."""
         reused = dict(zip(report.run.numbers, report.run.requests, strict=True))
         promised = {each.number: each.blocks.get(spec.name, {}) for each in report.run.promises}
         size = report.run.facts.block_size
@@ -284,10 +285,10 @@ class StoreScenes:
 
 
 def units_of(spec: StoreSpec, block_size: int) -> int:
-    """Return how many blocks of a device a chunk of a store has.
+    """Return the number of device blocks in a chunk of a store.
 
     Raises:
-        ValueError: it has not a whole number of them.
+        ValueError: it is not a whole number.
     """
     chunk: int = spec["chunk"] if spec.kind == "lmcache" else block_size
     if chunk % block_size:
@@ -298,7 +299,7 @@ def units_of(spec: StoreSpec, block_size: int) -> int:
 
 
 def blocks_of(spec: StoreSpec, block_size: int, least: int) -> int:
-    """Return how many blocks a prompt of whole chunks has, at least."""
+    """Return the number of blocks of the shortest prompt with whole chunks and at least `least` blocks."""
     units = units_of(spec, block_size)
     return -(-least // units) * units
 

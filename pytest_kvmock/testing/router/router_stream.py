@@ -1,4 +1,6 @@
-"""What a router must make of loads that its workers publish: a reading has an age, and none is not idle."""
+"""How a router must treat the loads that its workers publish: a reading has an age, and no reading does not mean
+idle.
+"""
 
 from __future__ import annotations
 
@@ -17,29 +19,31 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleets.traces.mooncake import TraceRequest
 
 _LATER_MS: Final = 6000.0
-"""When a burst comes: a worker that fell silent at 1.5 s was last heard more than three heartbeats before."""
+"""Time of a burst: the last message of a worker that fell silent at 1.5 s is older than three heartbeats."""
 
 _SILENT_MS: Final = 1500.0
 
 _BUSY_MS: Final = 1700.0
 _LONG: Final = 300
 _PASS_MS: Final = 20.0
-"""Requests that come at 1.7 s and generate this many tokens, one in each pass of 20 ms, are still open then."""
+"""Requests that come at 1.7 s and generate `_LONG` tokens, one in each pass of 20 ms, are still open then."""
 
 _NOT_ASKED: Final = "reads_load_stream is False: a router that is fed by load streams was not checked"
 
 
 class StreamedLoads(RouterPart):
-    """The part of `RouterContract` that is about loads which workers publish (SGLang's load stream).
+    """The part of `RouterContract` about loads that workers publish (SGLang's load stream).
 
     Attributes:
-        reads_load_stream: the router goes by `Candidate.reading`, as one that subscribes to load streams does.
+        reads_load_stream: whether the router uses `Candidate.reading`, like one that subscribes to load streams.
     """
 
     reads_load_stream: ClassVar[bool] = False
 
     def test_a_reading_that_is_too_old_is_none(self) -> None:
-        """Worker 0 said that it is idle, and then nothing for more than three heartbeats; a burst goes to worker 1."""
+        """Worker 0 reported that it is idle, and then nothing for more than three heartbeats; a burst goes to worker
+        1.
+        """
         where = "worker 0 was last heard 5 s ago, as idle, worker 1 just now, with one request"
         counts = self._of_a_burst(where, LoadFeed(silent={0: _SILENT_MS}), workers=2, busy=[1])
         if counts[0] >= counts[1]:
@@ -49,7 +53,7 @@ class StreamedLoads(RouterPart):
             )
 
     def test_a_worker_that_said_nothing_is_unknown_and_not_idle(self) -> None:
-        """Worker 0 never said anything; of a burst it gets its even share at most."""
+        """Worker 0 never reported a load; it gets at most an even share of a burst."""
         where = "worker 0 never said anything, workers 1 to 3 just now, with four requests each"
         counts = self._of_a_burst(where, LoadFeed(silent={0: 0.0}), workers=4, busy=[1, 2, 3] * 4)
         total = sum(counts.values())
@@ -60,7 +64,7 @@ class StreamedLoads(RouterPart):
             )
 
     def test_numbers_that_jump_are_no_loss(self) -> None:
-        """Worker 1 is idle, worker 0 is busy; that numbers of worker 1 jump changes nothing."""
+        """Worker 1 is idle, worker 0 is busy; a jump in worker 1's message numbers changes nothing."""
         where = "worker 1 is idle, and the numbers of its messages jump, as sends that failed make them"
         counts = self._of_a_burst(where, LoadFeed(jumps={1: 1000}), workers=2, busy=[0] * 12)
         if counts[0] >= counts[1]:
@@ -70,19 +74,21 @@ class StreamedLoads(RouterPart):
             )
 
     def _of_a_burst(self, where: str, feed: LoadFeed, *, workers: int, busy: Sequence[Worker]) -> dict[Worker, int]:
-        """How many of a burst each worker gets, while some serve long requests, by what they say of that."""
+        """Return how many requests of a burst each worker gets while the `busy` ones serve long requests and `feed`
+        carries the loads.
+        """
         __tracebackhide__ = True
         if not self.reads_load_stream:
             pytest.skip(_NOT_ASKED)
         size = 2 * self.block_size
-        rows: list[FleetRequest | TraceRequest] = [FleetRequest(range(size), 1, 0.0)]  # from it on times count
+        rows: list[FleetRequest | TraceRequest] = [FleetRequest(range(size), 1, 0.0)]  # starts the clock
         moments = [_BUSY_MS + 20.0 * at for at in range(len(busy))]
         for at, ms in enumerate(moments):
             first = 2**28 + size * at
             rows.append(FleetRequest(range(first, first + size), _LONG, ms))
 
         def happens(fleet: Fleet) -> None:
-            for ms, busy_one in zip(moments, busy, strict=True):  # it alone can be picked
+            for ms, busy_one in zip(moments, busy, strict=True):  # only it can be picked
                 for worker in set(range(workers)) - {busy_one}:
                     fleet.at(ms - 5.0).cordon(worker)
                     fleet.at(ms + 5.0).uncordon(worker)

@@ -1,8 +1,8 @@
-"""What every engine that serves requests promises, as tests for a backend's test class to inherit.
+"""The promises of every engine that serves requests, as tests that a backend's test class inherits.
 
-One subject, one class: the promises, each a test.
+One class, with one test for each promise.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from pytest_kvmock.values.tokens import Prompt
 class WorkerContract(OverBackend):
     """Tests that hold for every backend, through a `KvWorker`: they send requests, not moves.
 
-    A subclass names it::
+    A subclass names the backend::
 
         class TestMine(WorkerContract):
             backend = "lru"
 
-    After each call the events of the worker are judged, and compared with what the engine holds. Where engines differ,
-    `KvWorker.traits` says what this one does, and the tests check that too.
+    After each call the events of the worker are checked, and compared with the blocks that the engine holds. Where
+    engines differ, `KvWorker.traits` declares what this one does, and the tests check that, too.
     """
 
     def _start(self, num_blocks: int = 16, **fields: Any) -> World:
-        """A world with room for a prompt of `num_blocks` blocks; in each cache, of a hybrid model whose caches share
-        one pool.
+        """Return a world with room for a prompt of `num_blocks` blocks; for a hybrid model, in each of the caches that
+        share the pool.
         """
         __tracebackhide__ = True
         return World(self.make_harness(self._room(num_blocks), **fields))
@@ -42,7 +42,9 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------------- what is cached
 
     def test_a_new_worker_has_nothing(self) -> None:
-        """A new worker has no request, no block, and no event but the Cleared of each group, if there is one."""
+        """A new worker has no request and no block. It has published nothing except, on some engines, a Cleared for
+        each group.
+        """
         world = self._start()
         world.expect_cached(world.prompt(3), 0)
         world.expect_idle(resident=0)
@@ -73,8 +75,8 @@ class WorkerContract(OverBackend):
         world.expect_cached(_other_from(prompt, 0), 0)
 
     def test_a_prompt_that_is_cached_whole_is_reused(self) -> None:
-        """A cached prompt is reused whole, or but for the block of its last token, where the engine computes that
-        again.
+        """A cached prompt is reused whole, or without the block of its last token if the engine recomputes that
+        token.
         """
         world = self._start()
         prompt = world.harness.prompt(3)
@@ -84,7 +86,7 @@ class WorkerContract(OverBackend):
         found = world.do(world.worker.cached_tokens, prompt)
         if world.worker.traits.partial_blocks:  # all but its last token
             expected = 3 * self.block_size - 1
-        if world.worker.traits.promises_more:  # the window or the state at its end may be gone
+        if world.worker.traits.promises_more:  # the window or the state at the end may be gone
             expected = min(expected, found)
         assert expected == found, (
             f"of a prompt of 3 blocks that was served, {found} tokens are cached; expected {expected}, "
@@ -94,7 +96,7 @@ class WorkerContract(OverBackend):
         assert expected == served.cached_tokens, f"served again, it found {served.cached_tokens} tokens, not {expected}"
 
     def test_a_request_has_the_tokens_that_were_cached_when_it_came(self) -> None:
-        """`Request.cached_tokens` is what `KvWorker.cached_tokens` was just before."""
+        """`Request.cached_tokens` is the value that `KvWorker.cached_tokens` returned just before."""
         world = self._start()
         first = world.prompt(2)
         longer = world.prompt(2, after=first, tail=1)
@@ -106,7 +108,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_what_was_decoded_is_a_prefix_of_the_next_turn(self) -> None:
-        """The whole blocks of prompt and output are cached for the next turn, where the engine stores output."""
+        """The whole blocks of prompt and output are cached for the next turn, if the engine stores output."""
         world = self._start()
         prompt = world.prompt(2)
         output = world.prompt(2, tail=1).tokens or ()
@@ -117,8 +119,8 @@ class WorkerContract(OverBackend):
         world.expect_cached(Prompt((*(prompt.tokens or ()), *output)), stored)
 
     def test_a_prompt_of_hashes_is_served(self) -> None:
-        """A prompt of hashes, as traces have them, is served without tokens in its events, or refused, as the traits
-        say.
+        """A prompt of hashes, as in traces, is served without tokens in its events, or refused, as the traits
+        declare.
         """
         world = self._start()
         prompt = Prompt(hashes=[11, 12, 13], num_tokens=3 * self.block_size + 1)
@@ -141,7 +143,7 @@ class WorkerContract(OverBackend):
         assert world.may_reuse(served.cached_tokens, 2), f"2 of 4 blocks were cached; serve answered {served}"
         resident = set(world.worker.manager.resident())
         new = 4 - served.cached_tokens // self.block_size
-        new += world.worker.traits.partial_blocks  # the token after them is one, too
+        new += world.worker.traits.partial_blocks  # the token after the blocks is a partial block
         assert new == len(served.stored_blocks) and resident.issuperset(served.stored_blocks), (
             f"{new} blocks became cached; serve answered {served}, and resident are {value_text(sorted(resident))}"
         )
@@ -153,13 +155,13 @@ class WorkerContract(OverBackend):
         for prompt in (first, second):
             world.do(world.worker.serve, prompt)
         before = world.state(), world.worker.manager.inactive_blocks()
-        for prompt in (second, first, world.prompt(5)):  # in forward order the fault would not show
+        for prompt in (second, first, world.prompt(5)):  # in the order of serving the fault would not show
             world.do(world.worker.cached_tokens, prompt)
         after = world.state(), world.worker.manager.inactive_blocks()
         assert before == after, f"cached_tokens changed {before} to {after}"
 
     def test_chunks_make_no_difference_to_what_is_cached(self) -> None:
-        """A prompt that is prefilled in chunks is cached like one that is prefilled at once."""
+        """A prompt prefilled in chunks is cached like one prefilled at once."""
         for chunk in (1, self.block_size - 1, 2 * self.block_size):
             world = self._start(chunk=chunk)
             prompt = world.prompt(3, tail=1)
@@ -170,13 +172,13 @@ class WorkerContract(OverBackend):
     # ------------------------------------------------------------------------------- where engines differ
 
     def test_a_block_that_output_fills_is_published_when_the_traits_say(self) -> None:
-        """A block that fills up is published with its last token, with the next ones, when the request finishes, or
-        never.
+        """A block that fills up is published with its last token, with the next token or tokens, when the request
+        finishes, or never.
         """
         for further in (
             False,
             True,
-        ):  # the request generates one more token; or the one that fills the block is its last
+        ):  # whether the request generates more tokens after the one that fills the block
             world = self._start()
             when = world.worker.traits.stores_when
             ahead = world.worker.traits.looks_ahead
@@ -210,10 +212,10 @@ class WorkerContract(OverBackend):
             )
 
     def test_what_is_evicted_is_published_before_what_is_stored_or_after_it_as_the_traits_say(self) -> None:
-        """When a request needs room, Removed comes before Stored or after it."""
+        """When a request needs room, Removed comes before or after Stored."""
         world = self._start(4)
         kinds: list[Any] = []
-        for _ in range(8):  # states leave room for more prompts than one
+        for _ in range(8):  # a pool with states has room for more than one prompt
             world.harness.events.clear()
             world.do(world.worker.serve, world.prompt(3))
             kinds = [kind for kind in world.kinds() if kind is not Updated]
@@ -228,7 +230,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_a_block_is_cached_several_times_where_the_traits_say_so(self) -> None:
-        """Two open requests with the same tokens are cached once, or once each."""
+        """Two open requests with the same tokens are cached once, or once for each request."""
         world = self._start()
         prompt = world.prompt(2)
         output = world.prompt(1, tail=1).tokens or ()
@@ -244,7 +246,7 @@ class WorkerContract(OverBackend):
         )
 
     def test_a_prompt_is_taken_chunk_by_chunk_where_the_traits_say_so(self) -> None:
-        """Each chunk of whole blocks is published by itself."""
+        """The whole blocks of each chunk are published by themselves, or all at the end."""
         world = self._start(chunk=self.block_size)
         world.do(world.worker.serve, world.prompt(3))
         stored = world.stored()
@@ -258,7 +260,7 @@ class WorkerContract(OverBackend):
     # ---------------------------------------------------------------------------------------- what is held
 
     def test_requests_that_agree_share_their_blocks(self) -> None:
-        """A prefix in use is held once."""
+        """Requests hold a shared prefix once."""
         world = self._start()
         shared = world.prompt(4)
         first, second = (world.do(world.worker.prefill, world.prompt(0, after=shared, tail=1)) for _ in range(2))
@@ -268,7 +270,7 @@ class WorkerContract(OverBackend):
         assert active <= most, f"two requests share {reused} blocks of 5; {active} blocks are in use, more than {most}"
 
     def test_a_finished_request_frees_its_blocks(self) -> None:
-        """They stay cached, and there is no event."""
+        """The blocks of a finished request stay cached, and no event is published."""
         world = self._start()
         request = world.do(world.worker.prefill, world.prompt(3, tail=1))
         assert world.worker.manager.num_active_blocks >= 4, (
@@ -287,7 +289,7 @@ class WorkerContract(OverBackend):
         assert [second, third] == world.worker.requests, f"open are {world.worker.requests}; not {[second, third]}"
 
     def test_a_request_finishes_when_its_with_block_is_left(self) -> None:
-        """A request finishes with its `with` block, also when that is left by an exception."""
+        """A request finishes with its `with` block, also when an exception leaves it."""
         world = self._start()
         with suppress(KeyError), world.do(world.worker.prefill, world.prompt(2)) as request:
             raise KeyError
@@ -330,7 +332,7 @@ class WorkerContract(OverBackend):
     # -------------------------------------------------------------------------------------- what does not fit
 
     def test_a_full_worker_makes_room(self) -> None:
-        """A full worker evicts: what was served last is cached, and never more than fits."""
+        """A full worker evicts: the last prompt is cached, and the blocks never exceed the capacity."""
         world = self._start(8)
         for _ in range(8):
             prompt = world.prompt(3)
@@ -340,7 +342,7 @@ class WorkerContract(OverBackend):
             assert resident <= most, f"{resident} blocks are resident in a worker of {most}"
 
     def test_what_is_in_use_is_not_evicted(self) -> None:
-        """The blocks of an open request stay, however much is served meanwhile."""
+        """The blocks of an open request stay cached while others are served."""
         world = self._start()
         prompt = world.prompt(6)
         request = world.do(world.worker.prefill, prompt)
@@ -350,12 +352,12 @@ class WorkerContract(OverBackend):
         world.do(request.finish)
 
     def test_a_prompt_that_does_not_fit_is_refused_and_changes_nothing(self) -> None:
-        """A prompt that does not fit raises OutOfBlocks, whether it could ever fit or only not now."""
+        """A prompt that does not fit now, or never can, raises OutOfBlocks."""
         world = self._start()
         world.do(world.worker.serve, world.prompt(2))
         world.do(world.worker.prefill, world.prompt(8))
         most = world.harness.profile.num_blocks
-        for blocks in (most + 1, max(12, most - 7)):  # the caches of some hybrid models have pools of their own
+        for blocks in (most + 1, max(12, most - 7)):  # some hybrid models have a separate pool for each cache
             before = world.state()
             world.expect_refused(OutOfBlocks, world.worker.prefill, world.prompt(blocks))
             world.expect_state(before, f"a prefill of {blocks} blocks, which did not fit,")
@@ -371,7 +373,7 @@ class WorkerContract(OverBackend):
         world.do(request.finish)
 
     def test_output_that_does_not_fit_frees_the_prompt(self) -> None:
-        """`serve` leaves no request behind."""
+        """A `serve` whose output does not fit leaves no request behind."""
         world = self._start(8)
         output = world.harness.profile.num_blocks * self.block_size
         world.expect_refused(OutOfBlocks, world.worker.serve, world.prompt(4), output)
@@ -408,7 +410,7 @@ class WorkerContract(OverBackend):
         world.expect_cached(Prompt((*(prompt.tokens or ()), *output)), stored)
 
     def test_a_resume_that_does_not_fit_leaves_it_preempted(self) -> None:
-        """A resume that does not fit raises OutOfBlocks, and may be tried again."""
+        """A resume that does not fit raises OutOfBlocks, and may be retried."""
         world = self._start(8)
         request = world.do(world.worker.prefill, world.prompt(5))
         world.do(request.preempt)
@@ -427,7 +429,7 @@ class WorkerContract(OverBackend):
     # -------------------------------------------------------------------------------- what the router finds
 
     def test_the_router_learns_what_is_cached(self) -> None:
-        """The router finds as much as the worker itself, also when some was evicted."""
+        """The router finds as many blocks as the worker itself, also after evictions."""
         world = self._start(8)
         prompt = world.prompt(4)
         world.do(world.worker.serve, prompt)
@@ -477,7 +479,7 @@ class WorkerContract(OverBackend):
         assert world.harness.events.total == 0, f"without prefix caching it published {list(world.harness.events)}"
 
     def test_the_same_requests_give_the_same_events(self) -> None:
-        """Only the seed decides, and nothing else that is random."""
+        """Events depend only on the requests and the seed."""
         streams = []
         for _ in range(2):
             world = self._start(8)
@@ -500,7 +502,7 @@ class WorkerContract(OverBackend):
 
 
 def _other_from(prompt: Prompt, position: int) -> Prompt:
-    """The same prompt, but for the token at a position."""
+    """Return the same prompt with another token at one position."""
     assert prompt.tokens is not None
     tokens = list(prompt.tokens)
     tokens[position] += 1

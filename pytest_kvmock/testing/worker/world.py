@@ -1,6 +1,6 @@
 """A worker under contract in its harness: calls, their events, and the held blocks.
 
-PYTEST_DONT_REWRITE: each message says all; below it pytest would put the condition.
+PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ class World:
         return answer
 
     def play(self, seed: int, workers: int = 1) -> None:
-        """Any traffic, checked after each step."""
+        """Play random traffic; check the events after each step."""
         __tracebackhide__ = True
         player = Player(self.harness)
         for step in random_traffic(seed, 80, workers=workers):
             self.do(player.do, step)
 
     def kinds(self) -> list[type[EventData]]:
-        """The kinds of the events since the log was cleared, in order."""
+        """Return the kinds of the events since the log was cleared, in order."""
         return [type(entry.event.event.data) for entry in self.harness.events]
 
     def finds(self, prompt: Prompt) -> bool:
@@ -54,7 +54,7 @@ class World:
         return len(prompt.block_hashes(self.harness.profile.block_size)) == self.harness.overlap(prompt).get(0, 0)
 
     def state(self) -> dict[str, Any]:
-        """The blocks that the worker holds, and the number of events."""
+        """Return the requests and blocks that the worker holds, and the number of events."""
         worker = self.worker
         manager = worker.manager
         return {
@@ -67,12 +67,12 @@ class World:
         }
 
     def expect_state(self, before: dict[str, Any], by: str) -> None:
-        """Nothing that shows has changed."""
+        """Check that the visible state is unchanged."""
         __tracebackhide__ = True
         expect_same(before, self.state(), by)
 
     def expect_refused(self, error: type[Exception], call: Callable[P, Any], *args: P.args, **kwargs: P.kwargs) -> None:
-        """The call raises this, and the events stay sound."""
+        """Check that a call raises this error and leaves the events valid."""
         __tracebackhide__ = True
         name = getattr(call, "__name__", repr(call))
         try:
@@ -83,14 +83,15 @@ class World:
             raise AssertionError(f"{name}{args} answered {answer!r}; expected {error.__name__}")
 
     def prompt(self, blocks: int, after: Prompt | None = None, *, tail: int = 0) -> Prompt:
-        """Make a prompt; if names look ahead, it has as many more tokens, so that all blocks have names."""
+        """Make a prompt; if names look ahead, add the tokens that they cover, so that all blocks have names."""
         more = self.worker.traits.looks_ahead if after is None else 0
         return self.harness.prompt(blocks, after, tail=tail + more)
 
     def expect_cached(self, prompt: Prompt, blocks: int) -> None:
-        """A longer prompt, whose last token is elsewhere, reuses `blocks` leading blocks of a prompt.
+        """Check that a longer prompt reuses `blocks` leading blocks of a prompt.
 
-        An engine whose events promise more than can be used may reuse fewer.
+        The longer prompt keeps its last token out of these blocks. An engine whose events promise more than it can use
+        may reuse fewer.
         """
         __tracebackhide__ = True
         size = self.harness.profile.block_size
@@ -100,10 +101,10 @@ class World:
         )
 
     def may_reuse(self, tokens: int, blocks: int) -> bool:
-        """Whether `tokens` are those of `blocks` cached blocks, or fewer if the engine's events promise more.
+        """Whether `tokens` is right for `blocks` cached blocks; it may be less if the engine's events promise more.
 
-        If parts of blocks are reused, it may be up to a block more, or one block fewer, as a leaf may go without an
-        event.
+        An engine that reuses parts of blocks may reuse up to a block more, or one block fewer, as a leaf may leave
+        without an event.
         """
         size = self.harness.profile.block_size
         if self.worker.traits.partial_blocks:
@@ -111,7 +112,7 @@ class World:
         return tokens == blocks * size or (self.worker.traits.promises_more and tokens < blocks * size)
 
     def stored(self) -> list[int]:
-        """How many whole blocks each Stored has; of a hybrid model those of the attention group alone."""
+        """Return the number of whole blocks in each Stored; for a hybrid model, only of the attention group."""
         size = self.harness.profile.block_size
         found = []
         for event in (entry.event for entry in self.harness.events):
@@ -121,7 +122,7 @@ class World:
         return found
 
     def expect_idle(self, resident: int | None = None) -> None:
-        """No block is in use; `resident` are cached."""
+        """Check that no block is in use, and that `resident` blocks are cached."""
         __tracebackhide__ = True
         manager = self.worker.manager
         active = (manager.num_active_blocks, manager.num_active_block_refs)
@@ -130,7 +131,7 @@ class World:
         if not self.worker.traits.takes_hashes and names > idle:
             names = idle  # a prompt's tail is a second name of a block
         if self.worker.traits.partial_blocks and resident is not None and names == idle == resident + 1:
-            return  # and the tokens after the whole blocks
+            return  # the extra block has the tokens after the whole blocks
         assert resident is None or (resident, resident) == (names, idle), (
             f"{resident} blocks are cached; (resident, num_inactive_blocks) is {(names, idle)}"
         )
