@@ -13,11 +13,11 @@ from pytest_kvmock.values.checks import did_you_mean, unknown_text
 _EXPLAINER: Final = "kvmock-nearest-fixtures"
 
 OF_CONTRIB: Final = {
-    "kv_block_manager": "block_managers",
-    "kv_fabric": "block_managers",
+    "kv_block_manager": "block_manager",
+    "kv_fabric": "block_manager",
     "kv_scheduler_case": "lab",
     "kv_scheduler_requests": "lab",
-    "make_kv_block_manager": "block_managers",
+    "make_kv_block_manager": "block_manager",
 }
 """The folder of `contrib` that has each fixture, for a test that asks for one whose folder was deleted."""
 
