@@ -124,9 +124,7 @@ class Beliefs:
                 self._at_pick.add_worker(worker)
             self._at_pick.dispatched(argument, worker, self._fresh.get(worker, 0))
             self._open[argument, argument.phase] = worker
-            if (
-                argument.phase != "decode" or argument.picked is DECODE_ALONE
-            ):  # otherwise another worker computes the prompt
+            if argument.phase != "decode" or argument.picked is DECODE_ALONE:  # else another worker computes it
                 self._restarts.dispatched(argument, worker, self._noticed.get(worker, self._fresh.get(worker, 0)))
             if self._sent is not None:
                 self._sent.sent(argument.local_hashes, worker)

@@ -89,8 +89,8 @@ class Fleet:
             join later. Each engine of a store's workers is put over the store. The reference index counts blocks that a
             worker announces in a store as the store's, and so does the default index. A fleet of a harness has the
             harness's stores.
-        threshold: for P/D pairs, from how many tokens on that the decode worker has not there must be a prefill leg;
-            the report counts those without (`RoleFigures.alone_from`). None: it is not judged.
+        threshold: for P/D pairs, a request needs a prefill leg if its decode worker lacks at least this many tokens;
+            the report counts requests without one (`RoleFigures.alone_from`). None: not checked.
 
     Engines of `worker_type` "prefill" and "decode" that hand over as vLLM's or SGLang's do are P/D pairs: the router
     picks twice for each request, one of each role (`request.phase`), or answers `DECODE_ALONE` or `REFUSE`. `router`

@@ -73,9 +73,7 @@ class Recorder:
             shown: the overlaps that the router was shown.
         """
         true = self.caches.overlaps(request)
-        self._requests.append(
-            request if request.phase is None else copy(request)
-        )  # the router reuses the object in the next phase
+        self._requests.append(request if request.phase is None else copy(request))  # it changes with the phase
         self._at.append((request.now_ms, request.attempt, worker, self._arrived[request, request.phase]))
         for each in candidates:
             row = each._replace(overlap=true.get(each.worker, 0), held_blocks=self.caches.held_blocks(each.worker))
