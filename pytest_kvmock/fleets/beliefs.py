@@ -1,6 +1,6 @@
 """Comparison of a router's beliefs about loads, overlaps and workers with the calls and events that it got.
 
-Theory of operation. A router that offers `loads()`, `overlap(request)`, `believed(request)` or `workers()` is asked
+Theory of operation. A router that offers `loads()`, `overlap(request)`, `believed(request)` or `workers()` is queried
 before each pick. Its answers are compared with the load book, the reference index of the same delivered events, the
 prompts sent to each worker, and the workers that it was notified of. `believed` is for routers that keep a tree of sent
 prompts. They do not learn of evictions or silent restarts, so they may believe in more blocks than a worker holds, but

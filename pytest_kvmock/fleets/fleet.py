@@ -83,7 +83,7 @@ class Fleet:
         record: keep a sample of each real pass, and the candidates of each pick with true values, for `Report.regret`
             and pages.
         slo: the limits that a request must keep to count as good.
-        order: for P/D pairs, the leg that the router is asked for first: "prefill_first" or "decode_first".
+        order: for P/D pairs, the leg that the router picks for first: "prefill_first" or "decode_first".
         link: for P/D pairs, the link between the engines; None: taken from the arguments of the prefill engines.
         stores: the stores that workers share, such as `{"disk": {"kind": "files", "workers": [0, 1]}}`; a worker may
             join later. Each engine of a store's workers is put over the store. The reference index counts blocks that a

@@ -1,8 +1,8 @@
 """A router's beliefs about the blocks that workers can load from shared stores.
 
-Theory of operation. A router that offers `overlap_by_owner(request)` is asked before each pick. No event reports what a
-store has dropped, so the router may promise less than the reference index, or nothing, but the same to all workers of a
-store. It must not promise a worker more than the store holds, nor anything to a worker that does not use the store. A
+Theory of operation. A router that offers `overlap_by_owner(request)` is queried before each pick. No event reports what
+a store has dropped, so the router may promise less than the reference index, or nothing, but the same to all workers of
+a store. It must not promise a worker more than the store holds, nor anything to a worker that does not use the store. A
 promise begins where the faster tiers that the router tracks end: the device only, or device and host.
 """
 
@@ -28,7 +28,7 @@ SHAPE: Final = "{store: {worker: blocks}}"
 
 
 class OwnerBeliefs:
-    """Compares what a router promises of stores with the reference index of the same events.
+    """Compares a router's promises about stores with the reference index of the same events.
 
     Args:
         knowledge: the reference.
@@ -67,7 +67,7 @@ class OwnerBeliefs:
 
         Args:
             request: the request.
-            said: blocks that each worker can load, by store.
+            said: the promised blocks that each worker can load, by store.
             is_left_out: whether a worker may be left out.
             noticed: blocks on the devices, by an index that notices unannounced restarts.
         """

@@ -48,7 +48,7 @@ class Recorder:
         self._usage = array("d")
 
     def passed(self, now_ms: float, engines: Iterable[tuple[int, MockEngine]]) -> None:
-        """Take a sample of the engines whose pass has ended; each comes with its position."""
+        """Take a sample of the engines whose pass has ended, given with their positions."""
         for position, engine in engines:
             metrics = engine.metrics
             sample = PassSample(

@@ -318,7 +318,7 @@ class Dialect:
             self_describing: whether the events of the host have tokens, as vLLM's may.
 
         Raises:
-            ValueError: it does not say where a block is, or its vLLM release had no such events.
+            ValueError: it has no field for the tier of a block, or its vLLM release had no such events.
         """
         if self.is_msgpack and not self.media:
             raise ValueError(

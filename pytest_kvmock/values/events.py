@@ -181,7 +181,7 @@ class SparseStored(Stored):
         start_position: None.
         mm_extra_info: None.
         span: tokens of the span.
-        block_size: tokens a block of the group.
+        block_size: tokens per block of the group.
 
     Raises:
         ValueError: the span does not consist of full blocks, or all its blocks were kept.
@@ -282,7 +282,7 @@ class Updated:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Cleared:
-    """The whole cache was dropped."""
+    """The cache was emptied."""
 
     kind: ClassVar[str] = "cleared"
 

@@ -36,7 +36,7 @@ class Chain(Protocol):
             data: the Stored.
             token_ids: the token ids of each block; None if there are none, empty if a block does not have `block_size`
                 of them.
-            block_size: tokens a block; None: unknown.
+            block_size: tokens per block; None: unknown.
             extra: the event's extra fields.
         """
 
@@ -55,7 +55,7 @@ class Chain(Protocol):
             parent: its parent; None for a root.
             local: its local hash.
             tokens: its token ids; None if the event has none.
-            block_size: tokens a block; None: unknown.
+            block_size: tokens per block; None: unknown.
             extra: the extra fields of an event with only this block.
         """
 

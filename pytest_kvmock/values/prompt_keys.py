@@ -145,7 +145,7 @@ class PromptKeys:
 
     Attributes:
         lora_name: name of the adapter; None if there is none.
-        cache_salt: a tenant's salt, or namespace; None if there is none.
+        cache_salt: a tenant's salt or namespace; None if there is none.
         multimodal: the multimodal items, in the order of their offsets. No two share a token: vLLM processes them one
             after the other, and would name most blocks of two overlapping items (a video and its sound) by the first
             only.
@@ -222,7 +222,7 @@ class PromptKeys:
 
         Args:
             position: number of blocks before it.
-            block_size: tokens a block.
+            block_size: tokens per block.
             lookahead: number of next tokens that count as its own, as in names that look ahead; on the wire they do
                 not.
         """
@@ -251,7 +251,7 @@ class PromptKeys:
         Args:
             start: the first block.
             end: the block after the last one.
-            block_size: tokens a block.
+            block_size: tokens per block.
             lora_ids: the adapter numbers of the storing engine; None: there is no engine, as in a look-up.
         """
         found: dict[str, Any] = {}
@@ -442,7 +442,7 @@ def is_tail(
     Args:
         blocks: number of its blocks; a tail has one.
         token_ids: the token ids of each block, as received.
-        block_size: tokens a block of the group; None: unknown.
+        block_size: tokens per block of the group; None: unknown.
         parent_is_missing: whether it has a parent that is not held.
     """
     if blocks != 1 or not token_ids or len(token_ids) != 1:
@@ -495,7 +495,7 @@ def keys_looked_at(extra: EventExtra, block_size: int, lookahead: int) -> EventE
 
     Args:
         extra: the fields of the event.
-        block_size: tokens a block.
+        block_size: tokens per block.
         lookahead: number of next tokens that a name also covers.
     """
     if LOOKAHEAD_KEYS in extra:

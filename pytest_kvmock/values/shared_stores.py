@@ -88,7 +88,7 @@ def note_layout(seen: set[int], block_size: int) -> None:
 
     Args:
         seen: the sizes so far; this set is updated.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
     is_new = block_size not in seen
     seen.add(block_size)

@@ -120,7 +120,7 @@ def block_hashes(
 
     Args:
         tokens: token ids.
-        block_size: tokens a block, at least 1.
+        block_size: tokens per block, at least 1.
         lora_name: name of the adapter; it changes the seed. None or empty for none.
         cache_namespace: a tenant's namespace; it changes the seed too.
         mm_hashes: per block, the u64 hashes of its multimodal objects (None or empty for none), in any order. The list
@@ -169,7 +169,7 @@ def keyed_block_hashes(
 
     Args:
         tokens: token ids of these blocks, plus the tokens that the hashes look ahead.
-        block_size: tokens a block.
+        block_size: tokens per block.
         keys: the keys that the prompt carries; None if there are none.
         position: number of blocks before them in the prompt.
         lookahead: see `block_hashes`.
@@ -510,7 +510,7 @@ class Prompt:
         """Return the local hashes of the full blocks. They are computed once; do not change the list.
 
         Args:
-            block_size: tokens a block.
+            block_size: tokens per block.
             lookahead: as in the function `block_hashes`.
 
         Raises:
@@ -647,7 +647,7 @@ class TokenRows(Sequence[tuple[int, ...]]):
         source: the tokens, or a prompt with tokens.
         start: place of the first block's first token in the source.
         count: number of blocks.
-        size: tokens a block.
+        size: tokens per block.
 
     Attributes:
         size: as given.

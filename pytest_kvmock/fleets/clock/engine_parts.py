@@ -168,7 +168,7 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
 
 
 def _check_links(args: MockEngineArgs, worker: KvWorker, host: object) -> None:
-    """Check that the links to the worker's host equal those of `args`.
+    """Check that the links to the worker's host equal those in `args`.
 
     Raises:
         ValueError: they differ.

@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 #   release   The source frees its blocks; they stay cached there.
 #
 # Actions are taken before requests arrive. Over vLLM's type, passes also start before that; if they reject a request,
-# its session's next request arrives after the requests that are due already. Transfers that end together act in the
-# order of arrival, and handed-over requests wait in the order in which their blocks were requested. An engine in a pass
-# is not changed: activation and release wait for the end of its pass, and come before the actions that the end causes.
-# A destination tries only the first request of its queue: when one of its passes ends (even one that could do nothing),
+# its successor arrives after the requests that are due already. Transfers that end together act in the order of
+# arrival, and handed-over requests wait in the order in which their blocks were requested. An engine in a pass is not
+# changed: activation and release wait for the end of its pass, and come before the actions that the end causes. A
+# destination tries only the first request of its queue: when one of its passes ends (even one that could do nothing),
 # when a request joins its queue while it runs no pass, and after an activation. It reserves nothing while the maximum
 # number of requests runs, nor, after a failed try, before blocks or a running place become free. While its queue is not
 # empty, a decode engine admits only activated requests, not preempted ones, which would compute their prompts again. A

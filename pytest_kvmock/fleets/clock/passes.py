@@ -196,7 +196,7 @@ class Passes:
 
     @property
     def go_on(self) -> bool:
-        """Whether an engine is in a pass whose previous pass did more than preempt."""
+        """Whether an engine is in a pass, and its previous pass did not only preempt."""
         return any(seat.end_ms is not None and not seat.cycles for seat in self._seats.values())
 
     def add(self, engines: Sequence[MockEngine]) -> None:

@@ -313,7 +313,7 @@ class _Replay(EngineRun):
         return self._arrivals.next_ms if len(self._everyone) == 1 else math.inf
 
     def finish(self, seat: Seat) -> ForwardPass:
-        """End a pass; it may wait for blocks that handoffs hold."""
+        """End a pass; blocks that handoffs hold may still become free."""
         handoffs = self._handoffs
         blocks_may_come = handoffs.keeps_blocks and (handoffs.in_transfer or self._passes.go_on)
         return seat.driven.finish_pass(blocks_may_come=blocks_may_come)

@@ -33,7 +33,7 @@ class PairFleet:
 
     Args:
         named: the engines, by the names of their workers.
-        order: the leg that a router is asked for first; None: "prefill_first".
+        order: the leg that the router picks for first; None: "prefill_first".
         link: the link between the engines; None: taken from the arguments of the prefill engines.
         threshold: as of `RoleFigures`.
 

@@ -100,7 +100,7 @@ class PairRun(FleetRun):
 
     Args:
         *args: as of `FleetRun`.
-        order: the leg that the router is asked for first.
+        order: the leg that the router picks for first.
         link: the link between the engines.
         likes: by role, the model for engines of workers that join without one.
         **options: as of `FleetRun`.

@@ -598,7 +598,7 @@ def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
 
     Args:
         turns: the requests of a trace, in its order.
-        block_size: tokens a block of the engines, by which prompts are hashed.
+        block_size: tokens per block of the engines, by which prompts are hashed.
     """
     found = sha256()
     for turn in turns:

@@ -238,7 +238,7 @@ class Report:
         """Return, for hybrid models, the promised blocks that full attention had but the first admission did not find,
         by the cache that lacked them.
 
-        A cache is named by kind, tokens a block and window, such as "sliding_window 16 (window 128)". The rest of
+        A cache is named by kind, tokens per block and window, such as "sliding_window 16 (window 128)". The rest of
         `promised_not_found` was evicted before the first admission, or never there.
 
         Raises:

@@ -190,7 +190,7 @@ def assert_at_least(what: str, value: float | None, least: float, row: str) -> N
 
 
 def called_off_text(count: float | None, of: str = "requests") -> str:
-    """Return a line that says how many requests of a worker were called off; empty if none were, or if `of` is not
+    """Return a line with the number of a worker's called-off requests; empty if there are none, or if `of` is not
     "requests".
     """
     return f"{count:g} of its requests were called off\n" if count and of == "requests" else ""

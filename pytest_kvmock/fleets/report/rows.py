@@ -84,7 +84,7 @@ class RequestRow(NamedTuple):
         handoff: data of its handoff from a prefill engine, for Dynamo's report.
         first: the first pick for it; None if there was no router.
         last: the last pick for it.
-        block_size: tokens a block.
+        block_size: tokens per block.
         recomputes_last_token: whether its engine computes the last token of a prompt even if it is cached.
     """
 
@@ -410,7 +410,7 @@ class RunFacts:
     """How a run was made.
 
     Attributes:
-        block_size: tokens a block of the engines.
+        block_size: tokens per block of the engines.
         sketches: whether percentiles of gaps between tokens are sketched, and requests are ordered by their ends
             (1.6.1).
         pools: further fields of the long form of Dynamo's report; None: the report is the short one.

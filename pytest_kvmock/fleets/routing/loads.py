@@ -4,8 +4,8 @@ them.
 A request counts from its pick, whatever the engine does with it later. The uncached tokens of its prompt stop counting
 at its first token, its blocks at its end. Generated tokens, partial blocks, eviction and preemption do not count.
 
-With P/D pairs, a request has one entry for each leg (`request.phase`); the two end separately. A decode leg whose
-prompt comes from a prefill worker (`request.picked`) has no tokens to compute.
+With P/D pairs, a request has one entry for each leg (`request.phase`); the two end separately. A decode leg with a
+prefill worker (`request.picked`) has no tokens to compute.
 """
 
 from __future__ import annotations

@@ -127,7 +127,7 @@ class Row(NamedTuple):
 
     @property
     def fits_none(self) -> bool:
-        """Whether no size fits: the row is wrong by itself."""
+        """Whether no size fits, so that the row itself is wrong."""
         return self.least > self.most
 
     def disagrees(self, other: Row) -> bool:
@@ -153,8 +153,8 @@ class TraceError(KvMockError, ValueError):
 
     Attributes:
         source: name of the file, or `<lines>`.
-        line: number of the line, from 1; None if the whole trace is meant.
-        field: name of the field; None if the whole line is meant.
+        line: number of the line, from 1; None for the trace as a whole.
+        field: name of the field; None for the line as a whole.
     """
 
     def __init__(self, source: str, line: int | None, field: str | None, problem: str) -> None:

@@ -177,7 +177,7 @@ class Operation:
     # The lines that run it on a harness `kv`.
     #
     # Args:
-    #     block_size: tokens a block, for its prompt.
+    #     block_size: tokens per block, for its prompt.
     # named: whether its request is needed later.
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield self.call_text()
@@ -204,7 +204,7 @@ class Operation:
     #
     # Args:
     # given: the arguments of the step, as in `takes`: numbers as ranges, a worker with its rank.
-    #     block_size: tokens a block.
+    #     block_size: tokens per block.
     @classmethod
     def from_yaml(cls, given: Mapping[str, Any], block_size: int) -> Self:
         fields = dict(given)

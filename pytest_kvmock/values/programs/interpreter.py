@@ -35,7 +35,7 @@ def calls(operations: Iterable[Operation], block_size: int, *, after_each: str |
 
     Args:
         operations: the program.
-        block_size: tokens a block, for its prompts.
+        block_size: tokens per block, for its prompts.
         after_each: a line to add after each operation; operations are then not merged.
     """
     steps = [*operations]

@@ -53,15 +53,14 @@ class Prefill(WithPrompt, OnRequest):
 
     Attributes:
         name: how later operations call it.
-        blocks: its prompt, a small number for each block: a block of number 3 has nothing but the token 3. Or the
-            tokens of each block.
+        blocks: its prompt, a small number for each block (block 3 consists of token 3), or the tokens of each block.
         tail: more tokens: a number of tokens 0, or the tokens.
         worker: the worker.
         rank: its rank.
         hashed: whether blocks are local hashes (see `WithPrompt`).
         wait: whether to let time pass until there is room and its blocks are loaded back from the host; otherwise it is
             not admitted in such a case.
-        keys: what the prompt carries in addition to its tokens; None if there is nothing.
+        keys: the keys that the prompt carries; None if there are none.
     """
 
     kind = "prefill"
@@ -99,7 +98,7 @@ class Serve(WithPrompt):
         rank: its rank.
         hashed: whether blocks are local hashes.
         output_tokens: how many tokens are generated.
-        keys: what the prompt carries in addition to its tokens.
+        keys: the keys that the prompt carries.
     """
 
     kind = "serve"
@@ -229,7 +228,7 @@ class Submit(WithPrompt, OnRequest):
         output_tokens: number of tokens that it generates.
         arrival_ms: when it arrives; None: now.
         priority: its priority; None if the engine has none.
-        keys: what the prompt carries in addition to its tokens.
+        keys: the keys that the prompt carries.
         abort_after_ms: time from its arrival to its abort; None: no abort.
         abort_after_tokens: number of output tokens until its abort; None: no abort.
     """
@@ -446,7 +445,7 @@ class ServeNear(OnWorker):
         nearly equal local hash.
 
         Args:
-            block_size: tokens a block.
+            block_size: tokens per block.
             by_tokens: whether near hashes come from tokens, for an index that is queried by tokens.
         """
         from pytest_kvmock.values.programs.near_hashes import hash_pair  # few tests need it

@@ -483,7 +483,7 @@ def is_plain(value: object, depth: int = 2) -> bool:
     """Whether the careful reader would read the same value as msgspec: scalars and arrays of them.
 
     Args:
-        value: what was read.
+        value: the value that msgspec has read.
         depth: number of arrays and maps around it.
     """
     if type(value) in _SCALARS:

@@ -60,7 +60,7 @@ def hasher_of(hash: object, seed: object, release: str = NEWEST) -> VllmHasher: 
         release: the vLLM release.
 
     Raises:
-        ValueError: the hash is unknown, the seed is invalid, or the release has no seed of its own.
+        ValueError: the hash is unknown, the seed is invalid, or the release has no fixed seed.
     """
     if not isinstance(hash, str) or hash not in ALGORITHMS:
         raise ValueError(unknown_text("hash", hash, ALGORITHMS))
