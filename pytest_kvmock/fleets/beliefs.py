@@ -151,7 +151,7 @@ class Beliefs:
                 self._parted.setdefault(rule, text)
 
     def restarted(self, workers: Iterable[Worker]) -> None:
-        """Note that workers have restarted without notifying the router."""
+        """Note that workers have restarted and that the router was not notified."""
         self._restarts.restarted(workers)
 
     def _is_kept(self, rule: str) -> bool:

@@ -3,7 +3,7 @@
 Theory of operation. An engine checks between two passes which clients have left. A request called off during a pass is
 noted, and removed at the end of the pass, before its tokens are handed out (vLLM: `EngineCore` handles aborts after the
 model has run and before `update_from_output`; aisimulate-core 0.13.0 suppresses the pending output). The mock computes
-a pass when it starts, so it takes the token back then, and an end of the request in this pass does not count.
+a pass when it starts, so it takes the token back at the end, and an end of the request in this pass does not count.
 Schedulers that give such requests one last pass (`Scheduler.has_last_pass`) deliver all tokens.
 """
 
