@@ -292,7 +292,7 @@ class FleetRun(EngineRun):
         """Note a request that has arrived, before the router picks for it."""
 
     def _note_arrival(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> None:
-        """Note the blocks of a prompt that each worker holds when the request arrives at the router, also again."""
+        """Note the blocks that each worker holds of an arriving prompt; a request that is sent again arrives again."""
         request.overlaps = overlaps
         if self.recorder is not None:
             self.recorder.arrived(request)

@@ -1,9 +1,9 @@
 """A router's beliefs about the blocks that workers can load from shared stores.
 
 Theory of operation. A router that offers `overlap_by_owner(request)` is queried before each pick. No event reports what
-a store has dropped, so the router may promise less than the reference index, or nothing, but the same to all workers of
-a store. It must not promise a worker more than the store holds, nor anything to a worker that does not use the store. A
-promise begins where the faster tiers that the router tracks end: the device only, or device and host.
+a store has dropped, so the router may promise less than the reference index, or nothing, if it promises the same to all
+workers of a store. It must not promise a worker more than the store holds, nor anything to a worker that does not use
+the store. A promise begins where the faster tiers that the router tracks end: the device only, or device and host.
 """
 
 from __future__ import annotations
