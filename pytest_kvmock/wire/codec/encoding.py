@@ -122,10 +122,7 @@ class BatchWriter:
                 return self._payload(self._structs, events, timestamp, dp_rank, None)
             with digests.one_batch():
                 return self._payload(self._structs, events, timestamp, dp_rank, digests)
-        except (
-            AttributeError,
-            TypeError,
-        ):  # searched only now: checking each event costs a tenth of the speed
+        except (AttributeError, TypeError):  # searched now, as checking each event costs a tenth of the speed
             check_events(events)
             raise
 

@@ -92,7 +92,7 @@ class KvPublisher(Batcher):
         timestamp: returns the timestamp of a batch, in seconds; None: the number of earlier batches, over restarts.
         digests: the digests of each rank, if the dialect has bytes as hashes.
         context: a `zmq.Context`; None: a new one. Over inproc, a consumer must use the same context.
-        loopback: False: tcp endpoints may have any address of this machine, as in a `KvServer` set so.
+        loopback: False: tcp endpoints may have any address of this machine, as in a `KvServer` with that setting.
 
     Raises:
         EndpointError: an endpoint cannot be bound, or is taken.
