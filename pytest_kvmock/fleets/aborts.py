@@ -159,7 +159,7 @@ class AbortShare:
         check_number("abort_share: within_ms", self.within_ms, unit=" (milliseconds)")
 
     def plan(self, turns: Sequence[Turn]) -> None:
-        """Plan an abort for each request that is drawn and has no abort of its own.
+        """Plan an abort for each drawn request that does not set one itself.
 
         Half of them are called off after a time, the others in the middle of their output. A request for one token
         always goes after a time.

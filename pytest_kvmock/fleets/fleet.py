@@ -335,7 +335,7 @@ class Fleet:
 
         Args:
             trace: the requests.
-            name: what the report calls the trace.
+            name: the name of the trace in the report.
 
         Raises:
             RouterError: the router raised, or broke a rule for routers.

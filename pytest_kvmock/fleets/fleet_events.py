@@ -249,7 +249,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
 
     @property
     def next_ms(self) -> float:
-        """The time at which the next late event is due; infinite if none is late."""
+        """The time at which the next late event is due; infinite if no event is late."""
         return self._on_the_way.next_ms
 
     def deliver(self, now_ms: float) -> Iterable[Any]:

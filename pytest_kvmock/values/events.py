@@ -333,7 +333,7 @@ class KvCacheEvent:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KvCacheEvent:
-        """Read Dynamo's JSON form from text; raises as `from_dict` does, and for what is not JSON."""
+        """Read Dynamo's JSON form from text; raises like `from_dict`, and for invalid JSON."""
         return _event_from_json(_loads(text, "KvCacheEvent"), "KvCacheEvent")
 
 
@@ -344,7 +344,7 @@ class RouterEvent:
     Attributes:
         worker_id: the worker.
         event: the published event.
-        storage_tier: where the blocks are.
+        storage_tier: the tier of the blocks.
         token_ids: for a Stored, the token ids of each block, if known; for a sparse one, of each block of its span.
             They travel with the event but are not part of equality or of Dynamo's JSON.
         extra: its other fields, by the names of the wire (`prompt_keys.EventExtra`): the adapter, salt and session of
@@ -420,7 +420,7 @@ class RouterEvent:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RouterEvent:
-        """Read Dynamo's JSON form from text; raises as `from_dict` does, and for what is not JSON."""
+        """Read Dynamo's JSON form from text; raises like `from_dict`, and for invalid JSON."""
         return cls.from_dict(_loads(text, "RouterEvent"))
 
 

@@ -122,7 +122,7 @@ class MasterMessage(NamedTuple):
     Attributes:
         number: 0, 1, 2 ... since the start of the master.
         at_ms: when it was published, in ms.
-        events: what happened.
+        events: the events of the objects.
         rank: the master's rank; 0.
     """
 

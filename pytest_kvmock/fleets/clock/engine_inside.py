@@ -677,7 +677,7 @@ class EngineInside:
             self._published.look(is_idle=not self.has_work)
 
     def _watch(self, done: ForwardPass) -> None:
-        """Raise after so long without progress that there will be none."""
+        """Raise after enough passes without progress to show that there will be none."""
         if done.has_generated or done.rejected or done.aborted or self.is_idle:
             self._idle_passes = 0
             return

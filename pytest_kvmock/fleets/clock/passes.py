@@ -224,7 +224,7 @@ class Passes:
         return self._seats[engine].end_ms is not None
 
     def end_planned(self, engine: MockEngine, now_ms: float) -> Calls:
-        """Cut the plan of an engine; a planned pass that ends now has ended before what happens to the engine."""
+        """Cut the plan of an engine; a planned pass that ends now ends before the event for which this is called."""
         seat = self._seats[engine]
         self._cut(seat, now_ms)
         if seat.plan and seat.end_ms == now_ms:

@@ -137,7 +137,7 @@ class SglangHandoffs(PairHandoffs["SglangPort"]):
                 due = port.rooms.next_s
                 if due is not None and due * 1000 <= now_ms and port.rooms.at(max(due, now_s)):
                     for each in (port for rank in port.ranks for port in (rank, *rank.askers)):
-                        if each in self._engine_of:  # else it left before this run
+                        if each in self._engine_of:  # otherwise it left before this run
                             self._passes.touch(self._engine_of[each], now_ms)
 
     def add(self, engine: MockEngine) -> None:

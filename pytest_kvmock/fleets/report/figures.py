@@ -137,7 +137,7 @@ class Rows:
         return [value for value in found if value is not None]
 
     def statistic(self, what: str, point: str) -> float:
-        """Return one of `POINTS` of a distribution, such as the mean; those of gaps are sketched from 1.6.1 on."""
+        """Return one of `POINTS` of a distribution, such as the mean; points of gaps are sketched from 1.6.1 on."""
         known = self._statistics.get(what)
         if known is None or point not in known:
             if not self.facts.sketches or what not in ("itl", "per_user"):
@@ -151,7 +151,7 @@ class Rows:
 
     @cached_property
     def parts(self) -> Sequence[Rows]:
-        """For the rows of all workers, those of each; empty if unknown, or if a request belongs to no worker."""
+        """For the rows of all workers, the rows of each; empty if unknown, or if a request belongs to no worker."""
         found = [] if self._make_parts is None else [*self._make_parts()]
         return found if sum(len(each.done) for each in found) == len(self.done) else ()
 

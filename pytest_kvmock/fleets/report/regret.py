@@ -124,7 +124,7 @@ class TieShare(NamedTuple):
 
     Attributes:
         worker: the worker.
-        due: the sum of 1/n over these picks, in each of which n workers tied.
+        due: the sum of 1/n over these picks, with n the number of tied workers.
         had: number of these picks that it got.
     """
 

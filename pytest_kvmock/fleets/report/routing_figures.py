@@ -41,7 +41,7 @@ class Choice(NamedTuple):
 
     @property
     def regret(self) -> int:
-        """Blocks that the best worker held beyond those of the chosen one."""
+        """Number of blocks that the best worker held beyond those of the chosen worker."""
         return max(0, self.best - self.selected)
 
 
@@ -215,7 +215,7 @@ def assert_balanced(
     there: Mapping[Worker, float] | None = None,
     row: Callable[[Worker], str] | None = None,
 ) -> None:
-    """Fail where one worker has more than `within` times the mean; a single worker is balanced.
+    """Fail if one worker has more than `within` times the mean; a single worker is balanced.
 
     Args:
         of: what is counted; "requests" count one for each pick.

@@ -234,7 +234,7 @@ BELIEFS: Final[Mapping[str, tuple[str, ...]]] = {
     "workers": (),
     "overlap_by_owner": ("request",),
 }
-"""The methods by which a router reports its beliefs, with their arguments."""
+"""The methods that report a router's beliefs, with their arguments."""
 
 BELIEFS_TEXT: Final = ", ".join(f"{name}({', '.join(arguments)})" for name, arguments in BELIEFS.items())
 """"loads(), overlap(request) ...", for messages."""

@@ -169,8 +169,8 @@ class RunResult:
         return Rows(self.facts, served, picks, services, arrived=len(served))
 
     def figures(self, worker: Worker | None = None, *, has_gaps: bool = True) -> Figures:
-        """Return the figures of a worker, or of all; `has_gaps`: whether to include those of gaps between tokens, which
-        may be millions.
+        """Return the figures of a worker, or of all; `has_gaps`: whether to include the figures of gaps between tokens,
+        which may be millions.
         """
         names = names_of("worker", "latency") if worker is not None else names_of("all", "worker", "latency")
         return self.of(worker).figures(name for name in names if has_gaps or not name.startswith("itl_"))

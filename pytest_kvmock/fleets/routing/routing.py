@@ -21,7 +21,7 @@ Worker: TypeAlias = "int | tuple[int, int]"
 
 
 def id_of(worker: Worker) -> int:
-    """Return the id of a worker, whatever its rank."""
+    """Return the id of a worker without its rank."""
     return worker[0] if isinstance(worker, tuple) else worker
 
 

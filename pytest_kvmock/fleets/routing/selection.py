@@ -52,8 +52,8 @@ class DynamoRouter:
         router_queue_threshold: a worker is busy while it has more than this multiple of the tokens of one pass to
             compute; requests wait while all workers are busy. None: never. The default depends on the release: 4, and
             None in 1.6.1.
-        router_queue_policy: which request is next: "fcfs" the first, "lcfs" the last, "wspt" the one with the fewest
-            tokens to compute.
+        router_queue_policy: the next request: "fcfs" the first, "lcfs" the last, "wspt" the one with the fewest tokens
+            to compute.
         router_track_active_blocks: False: blocks in use do not count.
         router_track_prefill_tokens: False: prefill does not count, and no worker is ever busy.
         router_assume_kv_reuse: False: shared blocks count once for each request.

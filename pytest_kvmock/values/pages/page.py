@@ -95,7 +95,7 @@ def every(items: Sequence[T], most: int) -> list[T]:
 
 
 def peaks(items: Sequence[T], most: int, key: Callable[[T], Any]) -> list[T]:
-    """Return the greatest item of each stretch by a key, at most `most` in all."""
+    """Return the greatest item, by a key, of each of at most `most` equal parts."""
     count = len(items)
     if count <= most:
         return list(items)

@@ -36,8 +36,8 @@ class Log(Protocol):
 def prompt_fields(
     prompt: Prompt, block_size: int
 ) -> tuple[Sequence[int], TokenRuns | tuple[int, ...] | int | None, bool]:
-    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`); `TokenRuns` stay
-    as they are.
+    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`); `TokenRuns` are
+    kept.
     """
     # Not the prompt itself, because it keeps three lists of hashes.
     source = prompt.source

@@ -80,8 +80,8 @@ class Ordinary:
         self._kept: dict[int, list[Any]] = {}
 
     def written(self, blocks: int) -> list[Any]:
-        """Return the field values of an ordinary event with `blocks` blocks, in order: a list where the event's own are
-        to be filled in.
+        """Return the field values of an ordinary event with `blocks` blocks, in order: a list in which the caller fills
+        in the event's own.
         """
         found = self._kept.get(blocks)
         if found is None:

@@ -25,7 +25,7 @@ _LOOPBACK: Final = re.compile(r"127(\.\d{1,3}){3}|\[::1\]")
 _MOST_TRIES: Final = 100
 _FREE_PORTS: Final = range(20_000, 32_768)
 """The range in which consecutive ports are searched: below the ports that systems give to connections (from 32768 or
-49152 on), where a number may stay taken for a minute after closing.
+49152 on), because those may stay taken for a minute after closing.
 """
 MOST_RANKS: Final = 1024
 """Maximum number of ranks with ports picked by the system; an engine has some hundred at most."""

@@ -37,7 +37,7 @@ class Replay:
 
 
 class ReplayServer:
-    """Answers requests on ROUTER sockets in a separate thread, which alone uses them.
+    """Answers requests on ROUTER sockets in a separate thread, the only user of these sockets.
 
     A request is an empty frame and an 8-byte big-endian number. The answer is one message for each batch, and a last
     one with number -1. If the start is no longer in the buffer, the remaining batches are sent without an error (vLLM).
