@@ -1,6 +1,4 @@
-"""Whole engines in virtual time with a router in front of them: the clock, the fleet, reports of a run, traces,
-routing.
-"""
+"""Engines in virtual time behind a router: the clock, the fleet, reports of a run, traces, routing."""
 
 from typing import TYPE_CHECKING
 
@@ -63,5 +61,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Loaded on first use: a test of a router needs none of these.
+# Loaded on first use, because a test of a router needs none of these.
 __getattr__ = late_names(__name__, _HOME)

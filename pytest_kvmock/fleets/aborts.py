@@ -1,9 +1,9 @@
-"""Requests of a fleet that are called off: clients that go away while it serves.
+"""Requests of a fleet that are called off because their clients go away.
 
-Theory of operation. An abort is planned by a moment of the run (`Fleet.at`), or by the request: so long after its
-arrival at the router, or when a number of its tokens have come out, which its engine counts. It happens after the
-arrivals of its moment and before passes start. The run decides what becomes of the request. An abort of a request that
-is over by then, or has not arrived, does not happen and is kept as missed.
+Theory of operation. An abort is planned for a moment of the run (`Fleet.at`), or by the request: at a time after its
+arrival at the router, or after a number of output tokens, which its engine counts. It happens after the arrivals of its
+moment and before passes start. The run decides what becomes of the request. If the request is over by then or has not
+arrived, the abort does not happen and is kept as missed.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Aborts:
     Args:
         call_off: calls an open request off, the first time only.
         start_ms: when the run starts.
-        planned: those that are planned by then.
+        planned: the aborts planned so far.
 
     Attributes:
         called_off: the requests that were called off and are still open, because their engines are in a pass.
@@ -108,7 +108,7 @@ class Aborts:
         return self._open.get(request.number, request if request.number < self._arrived else None) is request
 
     def missed(self, now_ms: float) -> list[MissedAbort]:
-        """Return those that did not happen by the end of the run, by time; also those that are still to come."""
+        """Return the aborts that did not happen by the end of the run, by time, with those still to come."""
         for ms, _, number in self._due:
             self._miss(ms, number)
         for number in sorted(self._limited):
@@ -117,7 +117,7 @@ class Aborts:
 
     @property
     def next_ms(self) -> float:
-        """Time of the next one; infinite if there is none."""
+        """The time of the next abort; infinite if there is none."""
         due = self._due
         while due and due[0][2] < self._arrived and due[0][2] not in self._open:  # its request is over
             ms, _, number = heappop(due)
@@ -141,12 +141,12 @@ class AbortShare:
     """Draws which requests of a trace are called off, by a seed.
 
     Args:
-        share: how many, as a share of all, from 0 to 1.
-        seed: of the draw.
-        within_ms: how long a client that goes while it waits does so at most.
+        share: the share of all requests, from 0 to 1.
+        seed: the seed of the draw.
+        within_ms: the longest time from arrival to an abort that is planned by time.
 
     Raises:
-        ValueError: one is out of range.
+        ValueError: an argument is out of range.
     """
 
     share: float
@@ -159,10 +159,10 @@ class AbortShare:
         check_number("abort_share: within_ms", self.within_ms, unit=" (milliseconds)")
 
     def plan(self, turns: Sequence[Turn]) -> None:
-        """Plan an abort for each request that is drawn and has no abort of its own.
+        """Plan an abort for each drawn request that does not set one itself.
 
-        Half of them go after a time, the others in the middle of their output. A request for one token always goes
-        after a time.
+        Half of them are called off after a time, the others in the middle of their output. A request for one token
+        always goes after a time.
         """
         rng = Random(self.seed)  # noqa: S311 - mock data
         for turn in turns:

@@ -1,11 +1,10 @@
-"""A router's beliefs about loads, overlaps and workers, compared before each pick with the calls and events that it
-got.
+"""Comparison of a router's beliefs about loads, overlaps and workers with the calls and events that it got.
 
-Theory of operation. A router that offers `loads()`, `overlap(request)`, `believed(request)` or `workers()` is asked
-before each pick, and what it says is compared with the load book, with the reference index of the same delivered
-events, with what was sent where, and with the workers that it was told of. `believed` is of routers that keep a tree of
-what they sent: they are not told of evictions or silent restarts, so less may be there than they believe, but no more
-than was ever sent. Loads and workers are also compared after each of its hooks, to find the hook after which
+Theory of operation. A router that offers `loads()`, `overlap(request)`, `believed(request)` or `workers()` is queried
+before each pick. Its answers are compared with the load book, the reference index of the same delivered events, the
+prompts sent to each worker, and the workers that it was notified of. `believed` is for routers that keep a tree of sent
+prompts. They do not learn of evictions or silent restarts, so they may believe in more blocks than a worker holds, but
+not in more than was ever sent there. Loads and workers are also compared after each hook, to find the hook after which
 they differ; only a difference at a pick counts. The first wrong belief of each kind is kept; later ones of that kind
 may follow from it.
 """
@@ -41,8 +40,9 @@ class Beliefs:
         calls: calls the router.
         knowledge: the reference.
         book: the load book.
-        cordoned: workers that are there and no candidates. The router is not told; it may notice that they are missing.
-        has_blocks: whether the engine of a worker has blocks as the run begins.
+        cordoned: workers that are there but not candidates. The router is not notified, but may notice that they are
+            missing.
+        has_blocks: whether the engine of a worker has blocks when the run begins.
 
     Attributes:
         found: the wrong beliefs.
@@ -69,13 +69,13 @@ class Beliefs:
         self._knowledge = knowledge
         self._book = book
         self._cordoned = cordoned
-        self._hidden: Collection[Worker] = ()  # cordoned at the last pick: the router has not seen them since
+        self._hidden: Collection[Worker] = ()  # cordoned at the last pick, so the router has not seen them since
         self._has_ranks = knowledge.has_ranks
-        # Prefill tokens by the overlap at the pick; the book has those by the overlap on arrival: either is right.
+        # Counts prefill tokens by the overlap at the pick; the book counts by the overlap on arrival. Both are right.
         self._at_pick = LoadBook(book.loads)
         self._fresh: Mapping[Worker, int] = {}
         self._restarts = calls.restarts
-        self._noticed: Mapping[Worker, int] = {}  # of workers that restarted, by an index that noticed it
+        self._noticed: Mapping[Worker, int] = {}  # overlaps on restarted workers, by an index that noticed the restart
         self._untold = knowledge.untold
         self._sent = calls.sent if "believed" in self._methods else None
         if self._sent is not None:
@@ -85,14 +85,14 @@ class Beliefs:
         self._last_call: dict[Worker, str] = {}
         self._removed: dict[Worker, str] = {}
         self._gone: set[Worker] = set()  # removed, and not back
-        self._late: set[Worker] = set()  # those of `_gone` that an event has named since their removal
+        self._late: set[Worker] = set()  # workers in `_gone` with an event since their removal
         self._open: dict[Any, Worker] = {}  # open requests, each with its worker
         self._cordoned_once: set[Worker] = set()
         self._parted: dict[str, str] = {}
         self.found: list[Belief] = []
 
     def after(self, hook: str, now_ms: float, argument: Any, worker: Worker | None = None) -> Calls:
-        """Note a hook, whether the router has it or not, and check whether its beliefs differ from then on."""
+        """Note a hook, whether the router has it or not, and check whether its beliefs differ afterwards."""
         at = f"at {now_ms:g} ms" + ("" if self._calls.has(hook) else ", which it does not have")
         if hook == "apply":
             data = argument.event.data
@@ -124,7 +124,7 @@ class Beliefs:
                 self._at_pick.add_worker(worker)
             self._at_pick.dispatched(argument, worker, self._fresh.get(worker, 0))
             self._open[argument, argument.phase] = worker
-            if argument.phase != "decode" or argument.picked is DECODE_ALONE:  # otherwise another worker computes it
+            if argument.phase != "decode" or argument.picked is DECODE_ALONE:  # else another worker computes it
                 self._restarts.dispatched(argument, worker, self._noticed.get(worker, self._fresh.get(worker, 0)))
             if self._sent is not None:
                 self._sent.sent(argument.local_hashes, worker)
@@ -151,20 +151,20 @@ class Beliefs:
                 self._parted.setdefault(rule, text)
 
     def restarted(self, workers: Iterable[Worker]) -> None:
-        """Note that workers have restarted, and that the router is not told."""
+        """Note that workers have restarted and that the router was not notified."""
         self._restarts.restarted(workers)
 
     def _is_kept(self, rule: str) -> bool:
         return any(each.rule == rule for each in self.found)
 
     def of_last(self, worker: Worker) -> int | None:
-        """Return how many blocks of the last checked prompt the router believed to be on a worker; None: it does not
-        say.
+        """Return the number of blocks of the last checked prompt that the router believed to be on a worker; None:
+        unknown.
         """
         return None if self._last_believed is None else self._last_believed.get(worker, 0)
 
     def check(self, request: RouterRequest) -> Calls:
-        """Compare before a pick.
+        """Compare the router's beliefs before a pick.
 
         Raises:
             RouterError: a method raised, or returned a value of another shape.
@@ -178,7 +178,7 @@ class Beliefs:
             (OVERLAP_DRIFT, self._by_owner),
             (LOAD_DRIFT, self._loads),
         ):
-            # What it believes and promises is in the report, too.
+            # The report also needs the later answers of these two.
             if self._is_kept(rule) and compare not in (self._believed, self._by_owner):
                 continue
             drift = yield from compare(request, request.now_ms)
@@ -216,7 +216,7 @@ class Beliefs:
         return RouterError(f"{self._calls.name}.{method}() must return {shape}, got {answer!r:.80}", now_ms, request)
 
     def _check_names(self, method: str, names: Iterable[object], request: RouterRequest | None, now_ms: float) -> None:
-        """Refuse a key that is not a name of a worker: else it would count as not reported."""
+        """Refuse a key that is not a worker's name; otherwise the worker would count as not reported."""
         for name in names:
             if not (_is_pair(name) or (is_integer(name) and not self._has_ranks)):
                 allowed = "its id and rank, (0, 0)" if self._has_ranks else "its id, 0"
@@ -291,12 +291,12 @@ class Beliefs:
         return None
 
     def _over(self, named: Iterable[Worker]) -> list[Worker]:
-        """Return the workers among these that are gone and have no open request."""
+        """Return the named workers that are gone and have no open request."""
         gone = [worker for worker in named if worker in self._gone and worker not in self._book.loads]
         return [worker for worker in gone if worker not in self._open.values()] if gone else gone
 
     def _of_gone(self, method: str, believed: Mapping[Worker, int], request: RouterRequest) -> Any:
-        """Return what is wrong with an answer that names workers that are gone; None if there is nothing."""
+        """Return the first wrong belief about a worker that is gone; None if there is none."""
         for worker in self._over(believed):
             if believed[worker] and (method == "believed" or worker not in self._late):
                 whole = len(request.local_hashes)
@@ -366,7 +366,7 @@ class Beliefs:
 
     @property
     def promises(self) -> Sequence[OwnerPromise]:
-        """What the router promised of shared stores at each pick."""
+        """The blocks in shared stores that the router promised at each pick."""
         return () if self._owners is None else tuple(self._owners.promises)
 
     def _blocks(self, method: str, request: RouterRequest, now_ms: float) -> Calls:

@@ -1,4 +1,4 @@
-"""The candidates of a pick: each worker as it is then, with loads by the load book or by what the engines really do."""
+"""The candidates of a pick: each worker at that moment, with loads from the load book or from the engines."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class Offer:
     """Makes the candidates of each pick.
 
     Args:
-        engines: the engines, by worker, also those that come later.
-        book: the load book, which also has the workers that are there.
+        engines: the engines, by worker; engines that join later are added to it.
+        book: the load book, which also lists the workers that are there.
         cordoned: workers that are there and cannot be picked.
         caches: how many blocks each worker holds.
-        feed: where the loads that a router is shown come from.
+        feed: the source of the loads that the router sees.
         start_ms: when the run starts.
 
     Attributes:
-        of: the workers to make candidates of, those of one role; None for all.
+        of: the workers that can become candidates, those of one role; None for all.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Offer:
         self._start_ms = start_ms
         self.of: Collection[Worker] | None = None
         self._read_ms = -math.inf
-        self._read: dict[Worker, tuple[_Load, LoadReading]] = {}  # here the age of a reading is its time
+        self._read: dict[Worker, tuple[_Load, LoadReading]] = {}  # here `age_ms` of a reading is the time it was read
         self._streams: dict[Worker, EngineLoads] = {}
         self._arriving: dict[Worker, deque[tuple[float, LoadReading]]] = {}
         self.join(engines, start_ms)
@@ -72,7 +72,7 @@ class Offer:
         return {worker: load for worker, load in loads.items() if worker not in cordoned} if cordoned else loads
 
     def shown(self, request: RouterRequest, overlaps: Mapping[Worker, int], now_ms: float) -> tuple[Candidate, ...]:
-        """Return the candidates for a request, as the router is shown them; see `of_book`."""
+        """Return the candidates for a request as the router sees them; see `of_book`."""
         if self._feed.source == "router":
             return tuple(self.of_book(request, overlaps))
         return tuple(self._of_engines(request, overlaps, now_ms))
@@ -82,7 +82,7 @@ class Offer:
 
         Args:
             request: the request.
-            overlaps: how many leading blocks of its prompt each worker holds.
+            overlaps: the number of leading blocks of its prompt that each worker holds.
         """
         chain, held, found = request.sequence_hashes, self._caches.held_blocks, []
         make, engines, overlap_of = (
@@ -142,7 +142,7 @@ class Offer:
         return from_ms is not None and ms >= self._start_ms + from_ms
 
     def _poll(self, now_ms: float) -> None:
-        """Ask every engine for its load; where that fails, what was read before stays as it was."""
+        """Read the load of every engine; a silent engine keeps its last reading."""
         self._read_ms = now_ms
         there = {}
         for worker in self._book.loads:
@@ -156,7 +156,7 @@ class Offer:
         self._read = there
 
     def _engine_load(self, worker: Worker) -> _Load:
-        """The load of an engine as it is now."""
+        """Return the present load of an engine."""
         engine = self._engines[worker]
         scheduler = engine.inside.scheduler
         waiting = (*scheduler.waiting, *scheduler.parked)
@@ -168,9 +168,7 @@ class Offer:
     # ------------------------------------------------------------------------------------------------- the stream
 
     def join(self, engines: Mapping[Worker, MockEngine], now_ms: float) -> None:
-        """Let engines publish their loads from now on, if the feed is a stream; drop what was read of their workers
-        before.
-        """
+        """If the feed is a stream, start the load streams of engines and drop earlier readings of their workers."""
         if self._feed.source != "stream":
             return
         for worker, engine in engines.items():
@@ -186,7 +184,7 @@ class Offer:
                 stream.passed(done.start_ms, now_ms, prefill=prefill)
 
     def _receive(self, now_ms: float) -> None:
-        """Read what has arrived in each stream by now."""
+        """Read the load messages that have arrived in each stream by now."""
         feed = self._feed
         for worker in self._book.loads:
             arriving = self._arriving[worker]
@@ -200,7 +198,7 @@ class Offer:
                 self._read[worker] = self._load_by(worker, reading.stat), reading
 
     def _load_by(self, worker: Worker, stat: LoadStat) -> _Load:
-        """The load of a worker, by what it says."""
+        """Return the load of a worker by its published reading."""
         blocks, requests = stat.used_tokens // self._engines[worker].args.block_size, stat.running + stat.waiting
         usage = stat.used_tokens / stat.max_tokens
         return stat.waiting_uncached_tokens, blocks, requests, stat.waiting, usage

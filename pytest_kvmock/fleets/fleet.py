@@ -1,4 +1,4 @@
-"""A fleet: mock engines in virtual time behind a router, which is the user's own.
+"""A fleet: mock engines in virtual time behind the user's own router.
 
 One subject: the interface. `fleet_run` has the clock, `router_calls` the interface of routers.
 """
@@ -48,45 +48,49 @@ class Fleet:
     published. Events of bare engines are not judged.
 
     Args:
-        engines: the engines, all idle, of one block size; a mapping names their workers, else these are 0, 1, 2 ...
-            With `dp_size` above 1 each worker has the next `dp_size` of them as its ranks, named (id, rank); where
-            one role of P/D pairs has ranks, all workers are named so. Without engines, workers join later.
+        engines: the engines, idle, all of the same block size; a mapping names their workers, otherwise these are 0, 1,
+            2 ... With `dp_size` above 1, each `dp_size` consecutive engines are the ranks of one worker, named (id,
+            rank). If one role of P/D pairs has ranks, all workers are named this way. Without engines, workers join
+            later.
         router: its `pick(request, candidates)` returns the worker of one of the candidates, or None to let the request
-            wait. While no worker is there it is asked with no candidates, unless it has `needs_candidates = True`.
+            wait. While there is no worker, it is called with no candidates, unless it has `needs_candidates = True`.
             These methods are called if it has them: `started(workers)` once, before its first pick;
-            `dispatched(request, worker)` right after a pick; `first_token(request)`, not where that is the last token
-            too; `finished(request)`; `withdrawn(request)` when a waiting one is called off; `apply(event)` for each
-            event; `next_waiting(requests)` returns the waiting request to ask for next, or None if there is none now;
-            `worker_added(worker)`, `worker_removed(worker)`. Async ones are for `arun`. What it believes is compared
-            with what it was told, if it has `loads()`, `overlap(request)`, `believed(request)`, `workers()`, or of
-            stores `overlap_by_owner(request)`: {store: {worker: blocks}}, beyond its faster tiers. None: a
-            `DynamoRouter` of the engines' release.
-        index: answers overlaps: it has `apply(event)` and `find_matches(local_hashes)`. None: a `RadixIndex`.
-        args: the arguments of workers to come, for a fleet without engines.
+            `dispatched(request, worker)` right after a pick; `first_token(request)`, unless the first token is also the
+            last; `finished(request)`; `withdrawn(request)` when a waiting request is called off; `apply(event)` for
+            each event; `next_waiting(requests)` returns the waiting request to pick for next, or None for no more picks
+            now; `worker_added(worker)`, `worker_removed(worker)`. Async methods need `arun`. The router's beliefs are
+            compared with the calls and events that it got if it has `loads()`, `overlap(request)`, `believed(request)`,
+            `workers()`, or, for stores, `overlap_by_owner(request)`: {store: {worker: blocks}}, the blocks beyond the
+            worker's faster tiers. None: a `DynamoRouter` of the engines' release.
+        index: the index that overlaps come from; it has `apply(event)` and `find_matches(local_hashes)`. None: a
+            `RadixIndex`.
+        args: the arguments of workers that join, for a fleet without engines.
         semantics: the release whose closed loop is followed; None for the engines' release.
         loads: the loads that candidates show: "router", those of the load book of Dynamo's router; "engine", those of
-            the engines themselves; "stream", those that engines publish, as SGLang's do; or a `LoadFeed`, in which
+            the engines themselves; "stream", those that engines publish, as SGLang's do; or a `LoadFeed`, whose
             readings may be late, lost or short.
-        loads_every_ms: with "engine", how old loads may be, `waiting` and `usage` too, in milliseconds; 0: they are
+        loads_every_ms: with "engine", the maximum age of loads, `waiting` and `usage`, in milliseconds; 0: they are
             read at each pick.
-        concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by timestamps.
+        concurrency: number of requests that are open at once, regardless of timestamps; None: requests arrive by
+            timestamps.
         arrival_speedup: divisor of arrival times and delays; above 0.
         trace_block_size: tokens for each hash id of a trace; see `replay`.
-        stop_ms: milliseconds after the start from which no pass starts and no request arrives; what is open then is
-            "unfinished".
+        stop_ms: milliseconds after the start from which no pass starts and no request arrives; requests open then
+            become "unfinished".
         event_delay_ms: virtual milliseconds from the publishing of an event to its delivery: a number, or a function of
-            the event. Events of one rank stay in order. At the end of the run the rest is delivered.
+            the event. Events of one rank stay in order. The end of the run delivers all events that are still late.
         pick_timeout_s: how long an async method of the router may take, in seconds of real time.
-        record: keep a sample of each real pass and the candidates of each pick, as they truly were, for `Report.regret`
+        record: keep a sample of each real pass, and the candidates of each pick with true values, for `Report.regret`
             and pages.
         slo: the limits that a request must keep to count as good.
-        order: for P/D pairs, the leg that the router is asked for first: "prefill_first" or "decode_first".
-        link: for P/D pairs, the link between the engines; None: by the arguments of the prefill engines.
+        order: for P/D pairs, the leg that the router picks for first: "prefill_first" or "decode_first".
+        link: for P/D pairs, the link between the engines; None: taken from the arguments of the prefill engines.
         stores: the stores that workers share, such as `{"disk": {"kind": "files", "workers": [0, 1]}}`; a worker may
-            come later. Each engine of a store is put over it. What a worker announces of it is of the store, to the
-            reference index, and to the index if none is given. A fleet of a harness has those of the harness.
-        threshold: for P/D pairs, from how many tokens on that the decode worker has not there must be a prefill leg;
-            the report counts those without (`RoleFigures.alone_from`). None: it is not judged.
+            join later. Each engine of a store's workers is put over the store. The reference index counts blocks that a
+            worker announces in a store as the store's, and so does the default index. A fleet of a harness has the
+            harness's stores.
+        threshold: for P/D pairs, a request needs a prefill leg if its decode worker lacks at least this many tokens;
+            the report counts requests without one (`RoleFigures.alone_from`). None: not checked.
 
     Engines of `worker_type` "prefill" and "decode" that hand over as vLLM's or SGLang's do are P/D pairs: the router
     picks twice for each request, one of each role (`request.phase`), or answers `DECODE_ALONE` or `REFUSE`. `router`
@@ -97,9 +101,9 @@ class Fleet:
         ValueError: an argument out of range, or engines that cannot serve together.
 
     Attributes:
-        engines: by the names of their workers; with those that joined, without those that are gone.
-        report: of the last run; None before the first.
-        plans: whether passes that only decode are run in one go; the results are the same without.
+        engines: the engines, by worker; with those that joined, without those that are gone.
+        report: the report of the last run; None before the first.
+        plans: whether decode-only passes are computed in one go; results do not depend on it.
     """
 
     def __init__(
@@ -128,7 +132,7 @@ class Fleet:
         named = _named(engines)
         shared = None
         if stores is not None:
-            from pytest_kvmock.fleets.fleet_stores import FleetStores  # for those who use them
+            from pytest_kvmock.fleets.fleet_stores import FleetStores  # only for fleets with stores
 
             shared = FleetStores.of(stores)
         self.engines = dict(named)
@@ -142,7 +146,7 @@ class Fleet:
             raise ValueError("Fleet: order, link and threshold are for engines of worker_type 'prefill' and 'decode'")
         else:
             _check_together(named)
-        # Properties of workers, even while there are none: an engine that joins has the same.
+        # Shows the properties of workers even while there are none: an engine that joins has the same.
         self._like = _make_like(args, named)
         args = self._like.args
         releases = args.scheduler.releases
@@ -197,13 +201,13 @@ class Fleet:
         self._cordoned: set[Worker] = set()
         self._aborts: list[PlannedAbort] = []
         self._abort_share: AbortShare | None = None
-        self._run: FleetRun | None = None  # while it serves
+        self._run: FleetRun | None = None  # set during a run
 
     def __repr__(self) -> str:
         return f"<Fleet of {len(self.engines)} engines behind {self._calls.name}>"
 
     def at(self, ms: float) -> Moment:
-        """Return an object that plans incidents at a moment of the next run, or of the one under way:
+        """Return an object that plans incidents at a moment of the next run, or of the current one:
         `fleet.at(500).crash(1)`; also `restart`, `leave`, `join`, `cordon`, `uncordon`, `abort`.
 
         Args:
@@ -219,15 +223,15 @@ class Fleet:
         return Moment(ms, self._plan_incident, self._plan_abort)
 
     def abort_share(self, share: float, seed: int = 0, within_ms: float = 1000.0) -> Self:
-        """Call off a share of the requests of each run, as if their clients left, except those that set a time
-        themselves.
+        """Call off a share of the requests of each run, as if their clients left. Requests that set an abort keep their
+        own.
 
-        Half of them go after a time, which is drawn from 0 to `within_ms`, the others after a part of their output. So
-        they go while they wait, while their prompts are computed, and while they decode.
+        Half of them are called off after a time drawn from 0 to `within_ms`, the others after a part of their output.
+        So aborts hit waiting requests, prefills and decodes.
 
         Args:
-            share: how many, as a share of the trace, from 0 to 1.
-            seed: of the draw: the same requests of a trace at the same points.
+            share: the share of the trace's requests, from 0 to 1.
+            seed: the seed of the draw; the same seed calls off the same requests of a trace at the same points.
             within_ms: the longest time, in virtual milliseconds from the arrival at the router.
 
         Returns:
@@ -243,7 +247,7 @@ class Fleet:
         """Plan that a request is called off.
 
         Raises:
-            ValueError: it is not a number of a request, or no request of the run under way.
+            ValueError: `request` is not the number of a request, or not a request of the current run.
         """
         run = self._run
         if isinstance(request, RouterRequest):
@@ -261,11 +265,11 @@ class Fleet:
             run.aborts.plan(abort)
 
     def _plan_incident(self, incident: Incident) -> Worker:
-        """Plan an incident, if the workers that it names are there then; return the worker.
+        """Plan an incident if its worker exists at that time; return the worker.
 
         Raises:
-            TypeError: an engine that joins is none.
-            ValueError: there is no such worker at that time, or there was one of that id.
+            TypeError: the engine of a join is not a `MockEngine`.
+            ValueError: there is no such worker at that time, or the id of a join was used before.
         """
         run = self._run
         past = self._incidents if run is None else run.incidents.planned
@@ -331,13 +335,13 @@ class Fleet:
 
         Args:
             trace: the requests.
-            name: what the report calls the trace.
+            name: the name of the trace in the report.
 
         Raises:
             RouterError: the router raised, or broke a rule for routers.
             RouterStalled: requests wait in the router, and nothing runs any more.
             EngineStalled: an engine can never make progress.
-            OutOfBlocks: a request can never fit an engine; nothing has happened.
+            OutOfBlocks: a request can never fit an engine; nothing was run.
             TypeError: something in the trace is not a request, or the router is async.
             ValueError: the trace is empty, or a field of a request is out of range.
         """
@@ -351,19 +355,19 @@ class Fleet:
             return self._report(run)
 
     def stop(self) -> None:
-        """End the run under way at its present moment, as `stop_ms` does: open requests become "unfinished". Call it
-        from a router, or from a signal handler.
+        """End the current run now, as `stop_ms` does: open requests become "unfinished". Call it from a router or from
+        a signal handler.
         """
         if self._run is not None:
             self._run.stop()
 
     @property
     def arrived(self) -> int:
-        """How many requests of the run under way have arrived; 0 without one."""
+        """Number of requests that have arrived in the current run; 0 without a run."""
         return 0 if self._run is None else self._run.arrived
 
     async def arun(self, trace: Iterable[TraceRequest | FleetRequest], *, name: str | None = None) -> Report:
-        """Serve a trace as `run` does, and await what the router returns if that is awaitable."""
+        """Serve a trace as `run` does, and await each awaitable that the router returns."""
         with long_run():
             run, finish = self._begin(trace, name)
             try:
@@ -506,7 +510,7 @@ def _named(engines: Iterable[MockEngine] | Mapping[Worker, MockEngine]) -> Seque
 
 
 def _make_like(args: MockEngineArgs | None, named: Sequence[tuple[Worker, MockEngine]]) -> MockEngine:
-    """Return an engine that shows what workers are like: the first one, or without engines one by `args`."""
+    """Return an engine with the properties of the workers: the first engine, or without engines one from `args`."""
     if named:
         if args is not None:
             raise ValueError("Fleet: args are of a fleet without engines; these engines have their own")

@@ -1,9 +1,9 @@
-"""The events of a fleet's engines on their way to index and router, at once or late.
+"""Delivery of engine events to index and router, at once or late.
 
-One subject: events on their way to an index or a router.
+One subject: the delivery of events.
 
-A fleet declares the interface (`Knowledge`); here is the implementation for bare engines, which have no verdict. A
-harness has its own.
+`Knowledge` is the interface that a fleet uses. This module also has the implementation for bare engines, whose events
+are not judged. A harness has its own.
 """
 
 from __future__ import annotations
@@ -35,15 +35,14 @@ if TYPE_CHECKING:
 _T = TypeVar("_T")
 
 EventDelay: TypeAlias = "float | Callable[[RouterEvent], float]"
-"""How late events are delivered, in virtual milliseconds, or a function that says it for each."""
+"""The delay of events in virtual milliseconds, or a function that returns it for each event."""
 
 
 class Late(Generic[_T]):
-    """Things on their way, each with the moment at which it is due; those of one stream stay in order.
+    """Queue of delayed things, each with the moment at which it is due; things of one stream stay in order.
 
     Args:
-        delay: how late they are; what a function returns must be a number of at least 0, else `take` raises a
-            ValueError.
+        delay: the delay; `take` raises a ValueError if a function returns something other than a number of at least 0.
     """
 
     def __init__(self, delay: EventDelay) -> None:
@@ -55,20 +54,20 @@ class Late(Generic[_T]):
 
     @property
     def next_ms(self) -> float:
-        """The time at which the next one is due."""
+        """The time at which the next thing is due; infinite if there is none."""
         return self._late[0][0] if self._late else math.inf
 
     @property
     def is_at_once(self) -> bool:
-        """Whether everything is delivered at once."""
+        """Whether there is no delay."""
         return not self._delay
 
     def put(self, event: RouterEvent | RemovedRow, thing: _T) -> None:
-        """Send something on its way, for an event; a row of events only where nothing is late."""
+        """Queue something for an event; a row of events is allowed only without a delay."""
         self._new.append((event, thing))
 
     def take(self, now_ms: float) -> list[_T]:
-        """Take the events that are due."""
+        """Take the things that are due."""
         due: list[_T] = []
         if self._new:
             new, self._new = self._new, []
@@ -93,7 +92,7 @@ class Late(Generic[_T]):
         return delay
 
     def drop(self, worker_id: int, dp_rank: int | None = None) -> None:
-        """Drop what is on its way from a worker that is gone, or from one rank that begins again."""
+        """Drop the queued things of a worker that is gone, or of one rank that restarts."""
 
         def stays(key: StreamKey) -> bool:
             return key[0] != worker_id or (dp_rank is not None and key[1] != dp_rank)
@@ -104,19 +103,19 @@ class Late(Generic[_T]):
 
 
 def by_worker(scores: Mapping[Any, int], *, has_ranks: bool) -> Mapping[Worker, int]:
-    """Return scores by worker as a fleet names it: by id, or by pair of id and rank."""
+    """Return scores by the fleet's names of workers: id, or pair of id and rank."""
     if has_ranks:
         return scores
     return {id_of(key): score for key, score in scores.items()}
 
 
 class Tap:
-    """Sink of one engine; it gives its events the name that the worker has in the fleet.
+    """Sink of one engine that gives its events the worker's name in the fleet.
 
     Args:
         take: called with each event, or row of events.
         worker: the worker.
-        takes_row: returns whether events may come in a row now; None: never.
+        takes_row: returns whether rows of events are allowed now; None: never.
     """
 
     def __init__(
@@ -134,7 +133,7 @@ class Tap:
         return self._takes_row is not None and self._takes_row()
 
     def publish_row(self, row: RemovedRow) -> None:
-        """Pass on events in a row."""
+        """Pass on a row of events."""
         if row.key != self._key:
             worker_id, dp_rank = self._key
             row = row._replace(worker_id=worker_id, dp_rank=dp_rank)
@@ -152,7 +151,7 @@ class Tap:
 
 
 class KnownCaches:
-    """An index's knowledge of the caches.
+    """The caches as an index knows them.
 
     Args:
         reference: the index.
@@ -165,25 +164,27 @@ class KnownCaches:
         self.has_ranks = has_ranks
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks of a prompt each worker holds; a worker without one may be absent."""
+        """Return the number of leading full blocks of a prompt that each worker holds; a worker with none may be
+        absent.
+        """
         found = self.forms.find(self.reference.find_matches, request.hashes)
         return by_worker(found, has_ranks=self.has_ranks)
 
     def held_blocks(self, worker: Worker) -> int:
-        """Return how many blocks a worker holds."""
+        """Return the number of blocks that a worker holds."""
         return self.reference.num_blocks(*stream_of(worker))
 
 
 class TrueCaches(KnownCaches):
-    """What each engine holds by all that it published, at once and without faults: what a router with complete
-    information would have.
+    """The caches by all published events, applied at once and without faults: the view of a router with complete
+    information.
 
     Args:
         engines: the engines.
-        held: what is held already, as events.
+        held: the blocks that are held already, as events.
         counts_copies: whether an engine publishes every copy of a block.
         has_ranks: whether workers have more ranks than one.
-        stores: those that workers share.
+        stores: the stores that workers share.
     """
 
     def __init__(
@@ -207,7 +208,7 @@ class TrueCaches(KnownCaches):
             self.reference.apply(event)
 
     def remove(self, worker: Worker) -> None:
-        """Drop a worker's blocks; it is gone, or empty."""
+        """Drop the blocks of a worker that is gone or empty."""
         self.reference.remove_worker(id_of(worker))
         self.forms.forget(id_of(worker))
 
@@ -218,16 +219,16 @@ class TrueCaches(KnownCaches):
 
 
 class Knowledge(KnownCaches, ABC, Generic[_T]):
-    """What the events delivered so far say about the caches; a stage of a run.
+    """The caches by the events delivered so far; a stage of a run.
 
     Args:
-        reference: the reference index of the events that were delivered, whatever index is under test.
+        reference: the reference index of the delivered events, whichever index is under test.
         delay: how late events are delivered, in virtual milliseconds.
         has_ranks: whether workers have more ranks than one.
 
     Attributes:
-        marks: faults that were injected in this run, and errors of events, in order.
-        takes_engines: whether an engine may be given that joins.
+        marks: injected faults and event errors of this run, in order.
+        takes_engines: whether a join may be given an engine.
     """
 
     marks: Sequence[EventMark] = ()
@@ -239,7 +240,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         self._on_the_way: Late[_T] = Late(delay)
 
     def begin(self, calls: RouterCalls) -> None:
-        """Begin a run: events go to the router too."""
+        """Begin a run, which delivers events to the router too."""
         self._calls = calls
 
     def end(self) -> None:
@@ -248,7 +249,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
 
     @property
     def next_ms(self) -> float:
-        """The time at which the next late event is due; infinite if none is late."""
+        """The time at which the next late event is due; infinite if no event is late."""
         return self._on_the_way.next_ms
 
     def deliver(self, now_ms: float) -> Iterable[Any]:
@@ -256,7 +257,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
         due = self._on_the_way.take(now_ms)
         if due:
             return self._deliver(due, now_ms)
-        self._delivered(now_ms)  # returns at once, as usually nothing is due
+        self._delivered(now_ms)  # the usual case: nothing is due
         return ()
 
     def _deliver(self, due: Iterable[_T], now_ms: float) -> Calls:
@@ -272,16 +273,16 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
 
     @abstractmethod
     def _receive(self, thing: _T) -> tuple[RouterEvent, bool] | None:
-        """Deliver an event to the indexes. Return whether the router may raise on it, as they do; None: the router does
-        not get it.
+        """Deliver an event to the indexes. Return it, and whether the router may raise on it as they do; None: the
+        router does not get it.
         """
 
     def _story(self, event: RouterEvent) -> str:  # noqa: ARG002 - none is kept
-        """What happened to the block that an event goes on from, for messages."""
+        """Return the history of an event's parent block, for messages."""
         return ""
 
     def held_events(self) -> list[RouterEvent]:
-        """Return events that fill an empty index with what is held now, one for each copy."""
+        """Return events that rebuild the present content in an empty index, one for each copy."""
         return self.reference.dump_events()
 
     def new_index(self) -> RadixIndex:
@@ -294,7 +295,7 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
 
     @property
     def untold(self) -> Collection[Worker]:
-        """The workers that held blocks before the router got their events."""
+        """The workers that held blocks before the router started to get their events."""
         return ()
 
     @property
@@ -307,12 +308,12 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
 
     @abstractmethod
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
-        """Restart a worker: it is empty, and its requests are lost. If the restart is announced, the knowledge of the
-        worker is dropped.
+        """Restart a worker: it loses its blocks and requests. An announced restart also drops the knowledge of the
+        worker.
         """
 
     def crash(self, worker: Worker, engine: MockEngine) -> None:  # noqa: ARG002 - the engine alone dies
-        """Let a worker crash: its requests are lost, and what it has not published by now never arrives."""
+        """Let a worker crash: its requests and its unpublished events are lost."""
         engine.worker.crash()
 
     def remove(self, worker: Worker) -> None:
@@ -326,23 +327,23 @@ class Knowledge(KnownCaches, ABC, Generic[_T]):
 
     @abstractmethod
     def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:
-        """Add a worker; without an engine, one like another."""
+        """Add a worker; without an engine it gets one modelled on `like`."""
 
 
 class Heard(Knowledge["RouterEvent | RemovedRow"]):
-    """The knowledge that index and router have from events of bare engines.
+    """The caches as index and router know them from events of bare engines.
 
     Args:
-        index: answers overlaps; None for a `RadixIndex`.
+        index: the index that overlaps come from; None for a `RadixIndex`.
         engines: the engines.
-        delay_ms: how late an event is delivered.
+        delay_ms: the delay of events.
         counts_copies: whether an engine publishes every copy of a block.
         has_ranks: whether workers have more ranks than one.
         shared: the stores that workers share; None: there are none.
 
     Raises:
         TypeError: the index lacks a method.
-        ValueError: an engine has no place for a store of its worker.
+        ValueError: an engine cannot use a store of its worker.
     """
 
     def __init__(
@@ -378,7 +379,7 @@ class Heard(Knowledge["RouterEvent | RemovedRow"]):
         self._on_the_way.put(event, event)
 
     def _takes_row(self) -> bool:
-        """Whether no router and no given index takes single events, and none is late."""
+        """Whether rows are allowed: neither a router nor a given index takes single events, and there is no delay."""
         if self._calls is None or self._calls.wants("apply"):
             return False
         return self._given is None and self._on_the_way.is_at_once
@@ -391,14 +392,14 @@ class Heard(Knowledge["RouterEvent | RemovedRow"]):
         self.forms.take(thing)
         try:
             self.reference.apply(thing)
-        except RadixIndexError:  # an oddity of a faithful engine, which this index reports by raising
+        except RadixIndexError:  # a faithful engine's oddity, on which this index raises
             refused = True
         if self.reference is not self._index:
             self._index.apply(thing)
         return thing, refused
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks of a prompt each worker holds, by the index that was given."""
+        """Return the number of leading full blocks of a prompt that each worker holds, by the given index."""
 
         def find(hashes: Sequence[int]) -> Any:
             found = self._index.find_matches(hashes)
@@ -408,7 +409,7 @@ class Heard(Knowledge["RouterEvent | RemovedRow"]):
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
         """Restart a worker."""
-        if announced:  # events of its new start do not belong to its past
+        if announced:  # the old events do not belong to the new start
             self._on_the_way.drop(*stream_of(worker))
             self._remove_from_indexes(id_of(worker))
         engine.worker.restart()

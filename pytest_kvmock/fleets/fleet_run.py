@@ -1,15 +1,15 @@
-"""One run of a fleet: the clock, and the way of each request between router and engines.
+"""One run of a fleet: the clock, and the path of each request between router and engines.
 
-One subject: what happens in which order at one moment.
+One subject: the order in which things happen at one moment.
 
-Theory of operation. The clock jumps from one moment at which something happens to the next. At one moment, in this
-order, again and again until nothing changes:
+Theory of operation. The clock jumps to the next moment at which something happens. At one moment, these steps repeat in
+this order until nothing changes:
 
 1. late events are delivered; passes end, in the order in which they were started: their events are published, then the
-   end or the first token of each request is signalled. After each signal the router is asked for its waiting requests
+   end or the first token of each request is signalled. After each signal the router picks for its waiting requests
    again;
-2. incidents happen; requests arrive, one by one: each is picked and dispatched before the next; requests are called
-off; 3. each engine that has work and runs no pass starts one, in the order of the engines.
+2. incidents happen; requests arrive one by one, and each is dispatched before the next; requests are called off;
+3. each engine that has work and runs no pass starts one, in the order of the engines.
 """
 
 from __future__ import annotations
@@ -48,30 +48,30 @@ class FleetRun(EngineRun):
     """One run, from the first arrival until nothing is open.
 
     Args:
-        engines: the engines, in the order of their workers.
+        engines: the engines, by worker, in the order of workers.
         calls: calls the router.
         knowledge: the knowledge of the caches.
-        arrivals: decides when which request arrives.
-        like: the engine after which those that join without one are made.
+        arrivals: decides which request arrives when.
+        like: the model for the engines of workers that join without one.
         loads: where the loads of candidates come from.
         in_lock_step: whether the ranks of a worker run their passes together.
         start_ms: when the clock starts.
-        stop_ms: when it stops: from then on no pass starts and no request arrives.
-        plans: whether passes that only decode are run in one go.
+        stop_ms: when the clock stops: from then on no pass starts and no request arrives.
+        plans: whether decode-only passes are computed in one go.
         incidents: what happens to workers, by time.
-        cordoned: the workers that are not candidates; incidents change it.
+        cordoned: the workers that are not candidates; incidents change this set.
         aborts: which requests are called off by their number, by time.
         recorder: records passes and candidates; None: they are not recorded.
 
     Attributes:
-        engines: the engines, by worker; those that joined too, and those that are gone.
-        numbers: of each request that an engine was given, its place in the order of arrival at the router.
-        arrived: how many requests arrived at the router.
+        engines: the engines, by worker, with those that joined and those that are gone.
+        numbers: for each request that an engine got, its place in the order of arrival at the router.
+        arrived: number of requests that arrived at the router.
         beliefs: compares the router's beliefs; None if it has no method for them.
         notes: the notes for the report, picks first.
         incidents: what happens to workers.
         aborts: which requests are called off.
-        withdrawn: how many requests were called off before an engine got them.
+        withdrawn: number of requests that were called off before an engine got them.
         recorder: as given.
     """
 
@@ -104,7 +104,7 @@ class FleetRun(EngineRun):
         self._like = like
         release, self._ranks, self._block_size = like.args.release, like.args.dp_size, like.args.block_size
         self._in_lock_step = in_lock_step
-        # A stream reports the load after each single pass.
+        # A load stream reports after each single pass.
         self._passes = Passes(self, release, plans=plans and loads.source != "stream")
         self.aborts = Aborts(self._call_off, start_ms, aborts)
         self.withdrawn = 0
@@ -126,7 +126,7 @@ class FleetRun(EngineRun):
         self._first_ms: dict[RouterRequest, float] = {}
         self._turn_of: dict[RouterRequest, Turn] = {}
         self._routed: dict[ScheduledRequest, tuple[RouterRequest, Worker]] = {}
-        # Those of them that an engine may end as called off, with their engines.
+        # Requests that an engine may end as called off, with their engines.
         self._may_abort: dict[EngineRequest, MockEngine] = {}
         self.arrived = 0
         self.numbers: list[int] = []
@@ -135,12 +135,12 @@ class FleetRun(EngineRun):
         for each in self._cordoned:
             self.notes.is_candidate(each, still=False)
         self.recorder = recorder
-        self._who: Any = list(engines)  # as the router gets them at its start
-        self._nobody_from_ms: float | None = None  # since when no worker is there
+        self._who: Any = list(engines)  # as the router gets them in `started`
+        self._nobody_from_ms: float | None = None  # since when there is no worker
         self._note_who_is_there()
 
     def _take(self, engines: Mapping[Worker, MockEngine]) -> None:
-        """Add engines; those of one worker id run together, if ranks do so in this run."""
+        """Add engines; the ranks of a worker run their passes together if this run is in lock step."""
         together: dict[Worker, list[MockEngine]] = {}
         for worker, engine in engines.items():
             self.engines[worker] = engine
@@ -166,13 +166,13 @@ class FleetRun(EngineRun):
         """
         yield from self._calls.start(self._who, self.now_ms)
         yield from self.pass_time(self._knowledge.deliver, self._passes.end, self._until_stop)
-        # The next one would come after the stop.
+        # Otherwise the next incident or abort would come after the stop.
         if self.now_ms < self._stop_ms and self.incidents.next_ms == math.inf and self.aborts.next_ms == math.inf:
             self.check_served()
         self._leave_open()
         yield from self._knowledge.deliver(math.inf)
         for incident in self.incidents.to_come:
-            if incident.kind == "notice":  # of a crash that happened
+            if incident.kind == "notice":  # the router has not noticed this crash yet
                 self._knowledge.remove(incident.worker)
 
     def _until_stop(self, now_ms: float) -> Calls:
@@ -185,12 +185,12 @@ class FleetRun(EngineRun):
             yield from self._passes.start(now_ms)
 
     def stop(self) -> None:
-        """Stop the clock at its present moment: passes that are under way end."""
+        """Stop the clock now; passes under way end."""
         self._stop_ms = min(self._stop_ms, self.now_ms)
 
     def check_served(self) -> None:
-        """Raise if requests are left for which nothing happens any more. It is not an error if there is no worker to
-        serve them.
+        """Raise if requests are left that can make no more progress. Requests that wait because there is no worker are
+        not an error.
         """
         if self._routed:
             raise self.stalled(self.engines.values())
@@ -199,16 +199,16 @@ class FleetRun(EngineRun):
 
     @property
     def next_ms(self) -> float:
-        """When something is due next."""
+        """The time at which something is due next."""
         moment = self._engines_next_ms
-        # In a closed loop a request may have waited long for the place that is free now.
+        # In a closed loop, a request may be overdue when a place becomes free.
         if (arrival := max(self._arrivals.next_ms, self.now_ms)) < self._stop_ms:
             moment = min(moment, arrival)
         if (moment < math.inf or self._waiting) and self.incidents.next_ms < self._stop_ms:
             moment = min(moment, self.incidents.next_ms)
         if (moment < math.inf or self._waiting or self._routed) and self.aborts.next_ms < self._stop_ms:
             moment = min(moment, self.aborts.next_ms)
-        # A late event alone does not move the clock; it only changes the order of deliveries.
+        # A late event does not move the clock unless something else is due; it only changes the order of deliveries.
         return min(moment, self._knowledge.next_ms) if moment < math.inf else moment
 
     @property
@@ -221,7 +221,7 @@ class FleetRun(EngineRun):
         return self._stop_ms
 
     def record(self, seat: Seat, passes: int) -> None:
-        """Record passes before they are computed, or before a request cuts them short."""
+        """Record planned passes before they are computed, or before a request cuts them short."""
         seat.driven.record_passes(passes)
 
     def started(self) -> Iterable[Any]:
@@ -229,8 +229,8 @@ class FleetRun(EngineRun):
         return self._knowledge.deliver(self.now_ms)
 
     def ended(self, seat: Seat, done: ForwardPass | None) -> Calls:
-        """Deliver the events of a pass that has ended, then signal the result for each request; None: the pass was
-        planned.
+        """Deliver the events of a pass that has ended, then signal the result of each request; `done` is None for a
+        planned pass.
         """
         self._note_sample(seat)
         if done is None:
@@ -238,7 +238,7 @@ class FleetRun(EngineRun):
             return
         self._offer.passed(seat.engines, done, self.now_ms)
         yield from self._knowledge.deliver(self.now_ms)
-        # In the order of the original: requests that generate nothing, those that generated, those that were rejected.
+        # The original's order: finished without tokens, generated, rejected.
         for request in [each for each in done.finished if not each.generated_tokens]:
             yield from self._finished(request)
         for request in done.generated:
@@ -263,7 +263,7 @@ class FleetRun(EngineRun):
     # ---------------------------------------------------------------------------------------------- a request
 
     def _arrive(self, turn: Turn, arrival_ms: float) -> Calls:
-        """Handle a request that arrives: pick for it, or let it wait behind those that wait."""
+        """Handle a request that arrives: pick for it, or queue it behind the waiting requests."""
         trace = turn.trace
         request = RouterRequest(
             self.arrived,
@@ -283,29 +283,29 @@ class FleetRun(EngineRun):
         self._note_arrival(request, overlaps)
         if self._waiting or self._keeps_requests:
             self._waiting.append(request)
-            if not self._routed:  # nothing runs, so nothing would lead to another pick
+            if not self._routed:  # nothing runs, so no signal would lead to another pick
                 yield from self._ask_again()
         elif not (yield from self._ask(request, overlaps)):
             self._waiting.append(request)
 
     def _opened(self, request: RouterRequest) -> None:
-        """Note a request that has arrived, before the router is asked for it."""
+        """Note a request that has arrived, before the router picks for it."""
 
     def _note_arrival(self, request: RouterRequest, overlaps: Mapping[Worker, int]) -> None:
-        """Note what each worker holds of a prompt that arrives at the router, or arrives again."""
+        """Note the blocks that each worker holds of an arriving prompt; a request that is sent again arrives again."""
         request.overlaps = overlaps
         if self.recorder is not None:
             self.recorder.arrived(request)
 
     def _signal(self, hook: str, request: RouterRequest) -> Calls:
-        """Call a hook of the router, and ask it for the waiting requests."""
+        """Call a hook of the router, then ask it to pick for the waiting requests."""
         request.now_ms = self.now_ms
         if self._calls.wants(hook):
             yield from self._calls.hook(hook, self.now_ms, request, request=request)
         yield from self._ask_again()
 
     def _ask_again(self) -> Calls:
-        """Ask for each waiting request once; in the router's order, if it has one."""
+        """Ask the router to pick for each waiting request once, in the router's order if it has one."""
         if not self._waiting or self._keeps_requests:
             return
         left = list(self._waiting)
@@ -321,7 +321,7 @@ class FleetRun(EngineRun):
                 self._waiting.remove(request)
 
     def _ask(self, request: RouterRequest, overlaps: Mapping[Worker, int] | None = None) -> Calls:
-        """Ask the router for a worker, and dispatch the request to it; return whether it got one."""
+        """Ask the router for a worker, dispatch the request to it, and return whether there was one."""
         request.now_ms = self.now_ms
         overlaps = self._knowledge.overlaps(request) if overlaps is None else overlaps
         if request.overlaps is None:
@@ -348,20 +348,20 @@ class FleetRun(EngineRun):
         self.notes.picked(request, pick)
         if self._calls.wants("dispatched"):
             yield from self._calls.hook("dispatched", self.now_ms, request, worker, request=request)
-        if worker in self._gone:  # the router is not notified yet
+        if worker in self._gone:  # the router has not been notified yet
             yield from self._lost(request)
             return False
         self._dispatch(request, worker)
         return True
 
     def _greatest(self, overlaps: Mapping[Worker, int]) -> int:
-        """Return the greatest overlap of a candidate."""
+        """Return the greatest overlap among the candidates."""
         there = self._offer.workers
         return max((blocks for each, blocks in overlaps.items() if each in there), default=0)
 
     def _lost(self, request: RouterRequest, *, again: bool = True) -> Calls:
-        """Take a request whose worker is gone out of the books, and tell the router; `again`: it waits for a new
-        worker.
+        """Take a request whose worker is gone out of the books, and notify the router; `again`: the request waits for a
+        new worker.
         """
         request.status, request.now_ms = "aborted" if request in self.aborts.called_off else "lost", self.now_ms
         self._book.finished(request)
@@ -396,7 +396,7 @@ class FleetRun(EngineRun):
         self._routed[served] = request, worker
 
     def _finished(self, served: ScheduledRequest) -> Calls:
-        """End a request: first free its place in a closed loop, then ask for the waiting ones."""
+        """End a request: free its place in a closed loop, then pick for the waiting requests."""
         request, worker = self._routed.pop(served)
         self._may_abort.pop(cast("Any", served), None)
         if request in self._first_ms and served.token_ms:  # its first token came from an earlier attempt
@@ -412,7 +412,7 @@ class FleetRun(EngineRun):
             self._drain(id_of(worker))
 
     def _over(self, request: RouterRequest) -> None:
-        """Release what waits for the end of a request: its place in a closed loop, and the next turn of its session."""
+        """Release the place of an ended request in a closed loop, and the next turn of its session."""
         turn = self._turn_of.pop(request)
         self.aborts.over(request, self.now_ms)
         if request.status == "aborted":
@@ -424,13 +424,11 @@ class FleetRun(EngineRun):
     # ---------------------------------------------------------------------------------------- one that is called off
 
     def _abort_of_engine(self, served: EngineRequest) -> None:
-        """Call a request off at this moment, because `abort` was called for it, for example by a listener of its
-        engine.
-        """
+        """Call a request off now, because its engine's `abort` was called, for example by a listener."""
         self.aborts.now(self._routed[served][0], self.now_ms)
 
     def _call_off(self, request: RouterRequest) -> Calls:
-        """Call an open request off. It waits here, or an engine has it and acts when it runs no pass."""
+        """Call an open request off: a waiting one at once, a dispatched one when its engine is between passes."""
         place = self._place.get(request)
         if request.status == "waiting":
             self._waiting.remove(request)
@@ -462,7 +460,7 @@ class FleetRun(EngineRun):
                 yield from self._finished(served)
 
     def _leave_open(self) -> None:
-        """Drop what is open when the clock stops; the router is not told."""
+        """Drop the requests that are open when the clock stops, without notifying the router."""
         self._calls.left_open = self._calls.left_open or bool(self._routed)
         for request in self._waiting:
             request.status = "unfinished"
@@ -477,13 +475,13 @@ class FleetRun(EngineRun):
     # ------------------------------------------------------------------------------------------------- incidents
 
     def _happen(self, incident: Incident) -> Calls:
-        """Carry out an incident, and ask for the waiting requests."""
+        """Carry out an incident, then pick for the waiting requests."""
         yield from self._do(incident)
         self._note_who_is_there()
         yield from self._ask_again()
 
     def _note_who_is_there(self) -> None:
-        """Note since when no worker is there."""
+        """Note since when there is no worker."""
         if self._offer.workers:
             self._nobody_from_ms = None
         elif self._nobody_from_ms is None:
@@ -491,12 +489,12 @@ class FleetRun(EngineRun):
 
     @property
     def _keeps_requests(self) -> bool:
-        """Whether requests wait and the router is not asked: it needs candidates, and no worker is there."""
+        """Whether requests wait without a pick: there is no worker, and the router needs candidates."""
         return self._nobody_from_ms is not None and self._calls.needs_candidates
 
     @property
     def unserved_from_ms(self) -> float | None:
-        """Since when no worker has been there for waiting requests; None: one is there, or no request waits."""
+        """Since when waiting requests have had no worker; None: there is a worker, or no request waits."""
         return self._nobody_from_ms if self._waiting else None
 
     def _do(self, incident: Incident) -> Calls:
@@ -506,7 +504,7 @@ class FleetRun(EngineRun):
             case "join":
                 ranks, like = self._joining(incident)
                 made = {each: self._knowledge.join(each, incident.engine, like) for each in ranks}
-                self._gone.difference_update(made)  # of a worker that crashed and comes back under its id
+                self._gone.difference_update(made)  # a crashed worker may come back under its id
                 self._take(made)
                 self._offer.join(made, self.now_ms)
                 for each in made:
@@ -537,7 +535,7 @@ class FleetRun(EngineRun):
                     yield from self._do(Incident(incident.ms, "notice", worker))
                 self._waiting += lost
             case "cordon" | "uncordon":
-                # Nothing changes if this is the case already.
+                # A worker in the requested state already does not change.
                 changed = [each for each in ranks if (each in self._cordoned) == (incident.kind == "uncordon")]
                 self._cordoned.symmetric_difference_update(changed)
                 if changed:
@@ -556,20 +554,20 @@ class FleetRun(EngineRun):
                 self._waiting += lost
 
     def _joining(self, incident: Incident) -> tuple[Sequence[Worker], MockEngine]:
-        """Return the ranks of a worker that joins, and the engine that they are like."""
+        """Return the ranks of a worker that joins, and the engine to model them on."""
         worker = incident.worker
         return [(worker, rank) for rank in range(self._ranks)] if self._ranks > 1 else [worker], self._like
 
     def _remove(self, ranks: Sequence[Worker]) -> None:
-        """Take the ranks of a worker out of the books; it is gone, or gets no more requests."""
+        """Take the ranks of a worker that is gone or leaving out of the books."""
         for each in ranks:
             self._book.remove_worker(each)
             self.notes.is_candidate(each, still=False)
         self._cordoned.difference_update(ranks)
 
     def _lose_requests(self, incident: Incident, empty: Callable[[Worker, MockEngine], None]) -> Calls:
-        """Empty each engine of a worker with `empty`; return its requests that wait for another worker, in the order of
-        their dispatch.
+        """Empty each engine of a worker with `empty`; return the requests that wait for another worker, in the order of
+        dispatch.
         """
         ranks = self._ranks_of(incident.worker)
         for each in ranks:
@@ -604,7 +602,7 @@ class FleetRun(EngineRun):
         return again
 
     def _drain(self, worker: Worker) -> None:
-        """Forget a worker that leaves, once it has served what it had."""
+        """Remove a leaving worker once it has no open request."""
         ranks = self._ranks_of(worker)
         if not any(of in ranks for _, of in self._routed.values()):
             self._leaving.difference_update(ranks)
@@ -612,12 +610,12 @@ class FleetRun(EngineRun):
             self._knowledge.remove(worker)
 
     def _ranks_of(self, worker: Worker) -> Sequence[Worker]:
-        """Return what the router calls the ranks of a worker: the worker itself where it has one."""
+        """Return the router's names for the ranks of a worker; a worker with one rank is its own name."""
         return [each for each in self.engines if id_of(each) == worker]
 
     @property
     def staying(self) -> dict[Worker, MockEngine]:
-        """The engines of the workers that are there."""
+        """The engines of the workers that are neither gone nor leaving."""
         away = self._gone | self._leaving
         return {worker: engine for worker, engine in self.engines.items() if worker not in away}
 

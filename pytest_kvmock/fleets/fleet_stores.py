@@ -1,4 +1,4 @@
-"""The stores that the workers of a fleet share: each engine that comes is put over those of its worker."""
+"""The stores that the workers of a fleet share. Each engine is put over the stores of its worker."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class FleetStores:
-    """The stores of workers that are there already. Each is made when the first worker of it comes.
+    """The shared stores of a fleet. Each is made when its first worker comes.
 
     Args:
         specs: the stores, by name.
@@ -47,13 +47,13 @@ class FleetStores:
         self._made: dict[str, dict[str, Any]] = {}
 
     def put(self, worker_id: int, worker: KvWorker) -> None:
-        """Put a worker over its stores, for as long as it lives.
+        """Put a worker over its stores, also after each restart.
 
-        Workers of different layouts in one store find nothing of each other, as in the originals; a warning says so
-        once. A worker that has a store in the place of a host begins again, empty.
+        Workers of different layouts in one store do not find each other's blocks, as in the originals; this gives one
+        warning. A worker that uses a store in place of its host tier restarts empty.
 
         Raises:
-            ValueError: it has no place for one of them; it is over none of these then.
+            ValueError: the worker cannot use one of the stores; it is then put over none of them.
         """
         mine = [spec for spec in self.specs.values() if worker_id in spec.workers and spec.kind in SHARED]
         layouts = [(spec, SHARED[spec.kind], _layout(spec, worker_id, worker)) for spec in mine]
@@ -74,7 +74,7 @@ class FleetStores:
 
 
 def _then(put: Callable[[Any], object], make: MakeManager) -> MakeManager:
-    """Return what makes a manager and puts it over a store."""
+    """Return a function that makes a manager and puts it over a store."""
 
     def make_and_put(sink: Sink | None) -> KvManager:
         manager = make(sink)

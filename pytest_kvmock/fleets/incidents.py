@@ -1,4 +1,4 @@
-"""Incidents of a fleet: workers that crash, restart, leave, join, and are cordoned while it serves."""
+"""Incidents of a fleet: workers that crash, restart, leave, join or are cordoned during a run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 Kind: TypeAlias = Literal["crash", "notice", "restart", "leave", "join", "cordon", "uncordon"]
 NEXT_WORKER: Final = -1
-"""The id of a worker that joins without one: it gets the next id."""
+"""Stands for the id of a worker that joins without one; the fleet gives it the next id."""
 
 Lost: TypeAlias = Literal["resubmit", "drop"]
 _LOST: Final = ("resubmit", "drop")
@@ -29,13 +29,13 @@ class Incident:
 
     Attributes:
         ms: when, in virtual milliseconds from the start of a run.
-        kind: what happens; "notice": the router learns of a crash.
-        worker: id of the worker it happens to, with all its ranks; for a join, the new id or NEXT_WORKER.
-        lost: what happens to its requests.
-        notice_ms: how much later the router learns of a crash.
+        kind: what happens; "notice": the router is notified of a crash.
+        worker: id of the affected worker, with all its ranks; for a join, the new id or NEXT_WORKER.
+        lost: what happens to the worker's requests.
+        notice_ms: the delay after which the router is notified of a crash.
         announced: whether a restart is announced.
-        engine: for a join, its engine; None: one like the others.
-        role: for a join to P/D pairs without an engine, that of its worker.
+        engine: for a join, the new engine; None: one like the others.
+        role: for a join to P/D pairs without an engine, the role of the worker.
     """
 
     ms: float
@@ -49,7 +49,7 @@ class Incident:
 
 
 def has_crashed(worker: int, planned: Iterable[Incident], ms: float) -> bool:
-    """Whether a worker has crashed by then, the router was told, and it has not come back."""
+    """Whether by `ms` a worker has crashed, the router was notified, and the worker has not come back."""
     last = max((each for each in planned if each.worker == worker), key=lambda each: each.ms, default=None)
     return last is not None and last.kind == "crash" and last.ms + last.notice_ms < ms
 
@@ -58,12 +58,12 @@ class Incidents:
     """The incidents of a run, a stage of it.
 
     Args:
-        happen: carries one out.
+        happen: carries out an incident.
         start_ms: when the run starts.
-        planned: those that are planned by then.
+        planned: the incidents planned so far.
 
     Attributes:
-        planned: all that were, also those that have happened.
+        planned: all incidents, also those that have happened.
     """
 
     def __init__(self, happen: Callable[[Incident], Calls], start_ms: float, planned: Iterable[Incident]) -> None:
@@ -87,7 +87,7 @@ class Incidents:
 
     @property
     def next_ms(self) -> float:
-        """Time of the next one; infinite if there is none."""
+        """The time of the next incident; infinite if there is none."""
         return self._to_come[0][0] if self._to_come else math.inf
 
     def at(self, now_ms: float) -> Calls:
@@ -97,7 +97,7 @@ class Incidents:
 
     @property
     def to_come(self) -> list[Incident]:
-        """Those that have not happened, by time."""
+        """The incidents that have not happened yet, by time."""
         return [incident for _, _, incident in sorted(self._to_come)]
 
 
@@ -106,7 +106,7 @@ class Moment:
 
     Args:
         ms: when, in virtual milliseconds from the start of a run.
-        plan: adds an incident to the plan of the fleet, if it is possible, and returns its worker.
+        plan: adds an incident to the plan of the fleet if it is possible, and returns its worker.
         plan_abort: adds the abort of a request to the plan.
     """
 
@@ -121,26 +121,26 @@ class Moment:
         self._plan_abort = plan_abort
 
     def abort(self, request: int | RouterRequest) -> None:
-        """Call off a request, wherever it is, as if its client left. If it is over by then, or has not arrived, it is
-        `missed` in the report.
+        """Call off a request at any stage, as if its client left. If the request is over by then or has not arrived,
+        the abort is among `missed` in the report.
 
         Args:
-            request: its place in the order of arrival, from 0; in a hook of a router also the request that it was
+            request: its place in the order of arrival, from 0; a hook of a router may also pass the request that it was
                 given.
 
         Raises:
-            ValueError: it is not an integer of at least 0, or no request of the run under way.
+            ValueError: `request` is not an integer of at least 0, or not a request of the current run.
         """
         self._plan_abort(self._ms, request)
 
     def crash(self, worker: int, lost: Lost = "resubmit", notice_ms: float = 0.0) -> None:
-        """Lose a worker for good, with the pass under way and its requests, which leave the books at once.
+        """Lose a worker for good, with the pass under way. Its requests leave the books at once.
 
         Args:
             worker: its id; all its ranks.
-            lost: "resubmit": its requests are sent to the router again, from their prompts (`request.attempt` + 1);
-                "drop": they end as "lost".
-            notice_ms: how long the router still sees it as a candidate; what it sends there comes back and waits.
+            lost: "resubmit": its requests go to the router again, from their prompts (`request.attempt` + 1); "drop":
+                they end as "lost".
+            notice_ms: how long the router still sees it as a candidate; requests sent there come back and wait.
 
         Raises:
             ValueError: there is no such worker at that time, or an argument is out of range.
@@ -151,12 +151,12 @@ class Moment:
         self._plan(Incident(self._ms, "crash", worker, lost, notice_ms))
 
     def restart(self, worker: int, announced: bool = True, lost: Lost = "resubmit") -> None:
-        """Restart a worker: it is empty, and its requests are lost.
+        """Restart a worker: it loses its blocks and requests.
 
         Args:
             worker: its id; all its ranks.
-            announced: whether router and index are told: `worker_removed`, then `worker_added`. A silent restart is an
-                injected fault: a harness attributes its consequences to it, as for `faults.restart`.
+            announced: whether router and index are notified: `worker_removed`, then `worker_added`. A silent restart is
+                an injected fault: a harness attributes the consequences to it, as for `faults.restart`.
             lost: as in `crash`.
 
         Raises:
@@ -167,7 +167,7 @@ class Moment:
         self._plan(Incident(self._ms, "restart", worker, lost, announced=announced))
 
     def leave(self, worker: int) -> None:
-        """Let a worker leave: it gets no more requests and finishes its own, then its blocks are forgotten.
+        """Let a worker leave: it gets no more requests, finishes its own, and its blocks are removed.
 
         Raises:
             ValueError: there is no such worker at that time.
@@ -210,17 +210,17 @@ class Moment:
             worker: its id, which no other worker has or had; on bare engines a crashed worker's id may return. None:
                 the next one.
             engine: its engine, in a fleet of bare engines; None: one like the first.
-            role: of P/D pairs, "prefill" or "decode": its engine, or each rank of it, is like the first one of that
-                role. None: `engine` says it.
-            after_ms: how long it takes to start, by which it joins later.
+            role: for P/D pairs, "prefill" or "decode": each engine of the worker is like the first engine of that role.
+                None: the role of `engine`.
+            after_ms: how long it takes to start; the join is later by this time.
 
         Returns:
             Its id.
 
         Raises:
-            TypeError: `engine` is not an engine, or the fleet is one of a harness, which makes engines itself.
-            ValueError: the id was used, the engine is not one that could serve here, a number is out of range, or the
-                role is missing or not that of the engine.
+            TypeError: `engine` is not an engine, or the fleet belongs to a harness, which makes engines itself.
+            ValueError: the id was used, the engine cannot serve in this fleet, a number is out of range, or the role is
+                missing or differs from the engine's.
         """
         check_number("join: after_ms", after_ms, unit=" (milliseconds)")
         return self._plan(

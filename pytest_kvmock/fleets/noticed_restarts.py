@@ -1,10 +1,10 @@
-"""What is right for a router that notices an unannounced restart of a worker: its event ids begin again.
+"""The correct overlaps for a router that notices an unannounced restart by event ids that begin again.
 
-Theory of operation. A router is not told of such a restart, and two answers are right from then on: that of an index
-which noticed nothing, like the reference index, and that of one which dropped what was held at the first event whose id
-went back, and kept what came since. This module has the second one: for each restarted worker an index of its own, of
-the events since. Prefill tokens of requests that were sent there since the restart follow from the overlap in that
-index at the pick.
+Theory of operation. A router is not notified of an unannounced restart, so two answers are right from then on. One is
+the answer of an index that noticed nothing, like the reference index. The other is the answer of an index that dropped
+the worker's blocks at the first event whose id went back, and kept later blocks. This module computes the second one:
+each restarted worker has a separate index of the events since. The prefill tokens of requests sent there since the
+restart follow from the overlap in that index at the pick.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class NoticedRestarts:
-    """Unannounced restarts of workers, as a router notices them; run after run of a fleet.
+    """Unannounced restarts of workers as a router notices them, over all runs of a fleet.
 
     Attributes:
         noticed: for each worker that restarted, the event that showed it, as text.
@@ -33,7 +33,7 @@ class NoticedRestarts:
         self._watched: set[Worker] = set()  # those that restarted
         self._since: dict[Worker, RadixIndex] = {}
         self.noticed: dict[Worker, str] = {}
-        self._prefill: dict[RouterRequest, tuple[Worker, int]] = {}  # its worker, and its tokens to compute there
+        self._prefill: dict[RouterRequest, tuple[Worker, int]] = {}  # the worker, and the tokens to compute there
 
     def restarted(self, workers: Iterable[Worker]) -> None:
         """Note that workers have restarted unannounced; their requests are lost."""
@@ -65,21 +65,23 @@ class NoticedRestarts:
                 self._since[worker].apply(event)
 
     def overlaps(self, request: RouterRequest, forms: NameForms) -> dict[Worker, int]:
-        """Return the leading blocks of a prompt on workers that restarted; `forms` says what names cover."""
+        """Return the leading blocks of a prompt on workers that restarted; `forms` knows the form of each worker's
+        hashes.
+        """
         return {
             worker: forms.find(index.find_matches, request.hashes).get(stream_of(worker), 0)
             for worker, index in self._since.items()
         }
 
     def dispatched(self, request: RouterRequest, worker: Worker, held: int) -> None:
-        """Count a request that goes to a worker, which holds `held` leading blocks of its prompt by an index that
-        notices restarts.
+        """Count a request that goes to a worker; an index that notices restarts has `held` leading blocks of its prompt
+        there.
         """
         if worker in self._watched:
             self._prefill[request] = worker, max(0, request.prompt_tokens - held * request.block_size)
 
     def prefilled(self, request: RouterRequest) -> None:
-        """Take away the tokens of a prompt that is computed, or of a request that is over."""
+        """Remove the tokens of a prompt that is computed, or of a request that is over."""
         self._prefill.pop(request, None)
 
     def prefill_tokens(self, worker: Worker) -> int | None:

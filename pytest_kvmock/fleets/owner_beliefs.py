@@ -1,9 +1,9 @@
-"""What a router believes that workers can load from the stores which they share.
+"""A router's beliefs about the blocks that workers can load from shared stores.
 
-Theory of operation. A router that offers `overlap_by_owner(request)` is asked before each pick. No stream says what a
-store has dropped, so it may promise less than the reference index, or nothing, but to all workers of a store alike. It
-must not promise a worker more than there is, nor anything to a worker of no such store. Where a promise begins depends
-on what it knows of the faster tiers: of the device alone, or of the host too.
+Theory of operation. A router that offers `overlap_by_owner(request)` is queried before each pick. No event reports what
+a store has dropped, so the router may promise less than the reference index, or nothing, if it promises the same to all
+workers of a store. It must not promise a worker more than the store holds, nor anything to a worker that does not use
+the store. A promise begins where the faster tiers that the router tracks end: the device only, or device and host.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SHAPE: Final = "{store: {worker: blocks}}"
 
 
 class OwnerBeliefs:
-    """Compares what a router promises of stores with the reference index of the same events.
+    """Compares a router's promises about stores with the reference index of the same events.
 
     Args:
         knowledge: the reference.
-        name: of the router.
+        name: the name of the router.
 
     Attributes:
-        promises: what it promised at each pick, in order.
+        promises: the router's promises at each pick, in order.
     """
 
     def __init__(self, knowledge: Knowledge[Any], name: str) -> None:
@@ -44,7 +44,7 @@ class OwnerBeliefs:
         self.promises: list[OwnerPromise] = []
 
     def read(self, answer: object) -> tuple[Mapping[str, Mapping[Worker, int]], str]:
-        """Return an answer by worker as the fleet names it, and what is wrong with its shape; "" if nothing is."""
+        """Return an answer by the fleet's names of workers, and the error in its shape; "" if there is none."""
         stores = self._knowledge.reference.stores
         if not isinstance(answer, Mapping) or not all(
             isinstance(each, Mapping) and all(map(is_integer, each.values())) for each in answer.values()
@@ -63,13 +63,13 @@ class OwnerBeliefs:
         is_left_out: Callable[[Worker], bool],
         noticed: Mapping[Worker, int],
     ) -> tuple[Worker, str, str, bool] | None:
-        """Return what is wrong with what is said of a request's prompt; None: nothing is.
+        """Return the first wrong promise for a request's prompt; None if there is none.
 
         Args:
             request: the request.
-            said: blocks that each worker can load, by store.
+            said: the promised blocks that each worker can load, by store.
             is_left_out: whether a worker may be left out.
-            noticed: what the devices have, by an index that notices unannounced restarts.
+            noticed: blocks on the devices, by an index that notices unannounced restarts.
         """
         self.promises.append(OwnerPromise(request.now_ms, request.number, said))
         reference, has_ranks = self._knowledge.reference, self._knowledge.has_ranks

@@ -1,4 +1,4 @@
-"""A router under test: the methods that it must have, their calls, and the errors if it breaks a rule.
+"""A router under test: the methods that it must have, the calls of them, and the errors for broken rules.
 
 One subject: the calls.
 """
@@ -66,7 +66,7 @@ class RouterStalled(KvMockError, RuntimeError):  # noqa: N818 - what happened to
     Attributes:
         now_ms: when, in virtual milliseconds.
         requests: the requests that wait, in order.
-        candidates: those of the last pick.
+        candidates: the candidates of the last pick.
     """
 
     def __init__(self, now_ms: float, requests: Sequence[RouterRequest], candidates: Sequence[Candidate]) -> None:
@@ -87,7 +87,7 @@ def believing(router: object) -> dict[str, Any]:
     """Return the belief methods of a router, by name.
 
     Raises:
-        TypeError: one does not take its arguments.
+        TypeError: a method does not take its arguments.
     """
     found = {}
     for name, arguments in BELIEFS.items():
@@ -116,28 +116,28 @@ class RouterCalls:
 
     Args:
         router: the router under test.
-        timeout_s: how long an async pick may take, in seconds of real time.
-        survives: what is declared for it, in addition to its own `survives`.
-        forgets_cordoned: whether it drops what a worker held that is not a candidate for a while, on purpose.
-        holds_prefill: whether, of P/D pairs, its load of a prefill worker lasts to the end of the request, on purpose,
-            in addition to its own `holds_prefill`.
+        timeout_s: how long an async method may take, in seconds of real time.
+        survives: the faults declared for it, in addition to its own `survives`.
+        forgets_cordoned: whether it drops, on purpose, the blocks of a worker that is not a candidate for a while.
+        holds_prefill: whether, for P/D pairs, it counts the load of a prefill worker to the end of the request on
+            purpose; its own `holds_prefill` also says so.
 
     Raises:
-        TypeError: it is a class, has no method `pick`, one of `BELIEFS` does not take what it is asked with,
-            `needs_candidates` is neither True nor False, or `survives` names something else than "restart".
+        TypeError: the router is a class or has no method `pick`, a method of `BELIEFS` does not take its arguments,
+            `needs_candidates` is neither True nor False, or `survives` names something other than "restart".
 
     Attributes:
         router: as given.
         beliefs: its belief methods, by name.
         asynchronous: the names of its methods that are coroutine functions.
-        needs_candidates: whether it is not asked if no worker is there.
+        needs_candidates: whether it gets no pick while there is no worker.
         survives: the faults that it must notice: "restart", the unannounced restart of a worker.
         forgets_cordoned: as given.
         holds_prefill: as given.
-        excused: its errors on events on which an index that tracks parents must raise, a line each.
-        left_open: whether a clock stopped while requests were open; the router is never told of their ends.
-        sent: what was sent to each worker, over all runs; only if the router reports what it believes of that.
-        restarts: the unannounced restarts, over all runs; only if the router reports what it believes.
+        excused: its errors on events that an index with parent tracking must refuse, one line each.
+        left_open: whether a clock stopped while requests were open; the router never gets their ends.
+        sent: the prompts sent to each worker, over all runs; used only if the router has `believed`.
+        restarts: the unannounced restarts, over all runs; used only if the router has belief methods.
         on_hook: called after each hook, whether the router has it or not; None: nothing is called.
     """
 
@@ -172,7 +172,7 @@ class RouterCalls:
         self.restarts = NoticedRestarts()
         self._is_started = False
         self.excused: list[str] = []
-        self._removed_ms: dict[Worker, float] = {}  # workers that were reported to it as gone, with the time
+        self._removed_ms: dict[Worker, float] = {}  # workers reported to it as gone, with the time
         self._timeout_s = timeout_s
         self._hooks = {name: hook for name in HOOKS if callable(hook := getattr(router, name, None))}
         self._pick: Callable[..., Any] = router.pick  # type: ignore[attr-defined]  # as was checked
@@ -182,11 +182,11 @@ class RouterCalls:
 
     @property
     def name(self) -> str:
-        """Its name in messages."""
+        """The router's name in messages."""
         return type(self.router).__name__
 
     def takes(self, hook: str, count: int) -> bool:
-        """Whether it has this method and the method takes `count` arguments."""
+        """Whether the router has this method and the method takes `count` arguments."""
         try:
             signature(self._hooks[hook]).bind(*range(count))
         except (KeyError, TypeError, ValueError):
@@ -194,8 +194,8 @@ class RouterCalls:
         return True
 
     def start(self, workers: Sequence[Worker] | Mapping[str, Sequence[Worker]], now_ms: float) -> Calls:
-        """Tell the router the workers, for P/D pairs by role, before its very first pick. Later runs do not: it was
-        told of each change.
+        """Give the router the workers, for P/D pairs by role, before its very first pick. Later runs do not, because
+        the router got each change.
 
         Raises:
             RouterError: it raised.
@@ -205,7 +205,7 @@ class RouterCalls:
             yield from self.hook("started", now_ms, workers)
 
     def has(self, hook: str) -> bool:
-        """Whether it has a method."""
+        """Whether the router has a method."""
         return hook in self._hooks
 
     def wants(self, hook: str) -> bool:
@@ -213,10 +213,10 @@ class RouterCalls:
         return hook in self._hooks or self.on_hook is not None
 
     def check_sync(self) -> None:
-        """Check that it need not be awaited.
+        """Check that no method of the router is async.
 
         Raises:
-            TypeError: it does.
+            TypeError: a method is async.
         """
         if self.asynchronous:
             raise TypeError(f"{self.name}.{self.asynchronous[0]} is async; run the fleet by `await fleet.arun(trace)`")
@@ -231,7 +231,7 @@ class RouterCalls:
         has_ranks: bool,
         besides: Collection[object] = (),
     ) -> Calls:
-        """Ask for a worker; None means that the request waits. `besides`: other answers that are allowed.
+        """Ask the router for a worker; None means that the request waits. `besides`: other allowed answers.
 
         Raises:
             RouterError: it raised, was slow, or returned something that is not a worker.
@@ -295,12 +295,12 @@ class RouterCalls:
         Args:
             event: the event.
             now_ms: when, in virtual milliseconds.
-            story: returns what happened to the block that an event goes on from, for the message.
+            story: returns the history of an event's parent block, for the message.
             may_be_refused: whether the router may raise, as the reference index does: some engines publish a Stored
                 below a block that they have removed.
 
         Raises:
-            RouterError: it raised, and must not.
+            RouterError: it raised although it must not.
         """
         hook = self._hooks.get("apply")
         if hook is not None:
@@ -316,7 +316,7 @@ class RouterCalls:
             yield from self.on_hook("apply", now_ms, event)
 
     def _gone(self, event: RouterEvent) -> str:
-        """A text that says that the worker of an event has left; empty if it has not."""
+        """Return a text that says when the worker of an event left; empty if it has not left."""
         for worker in (event.worker_id, event.key):
             if worker in self._removed_ms:
                 return f"worker {worker!r} has left: worker_removed({worker!r}) at {self._removed_ms[worker]:g} ms"
@@ -333,7 +333,7 @@ class RouterCalls:
         return (yield from self._call(name, method, request, (), *arguments, now_ms=now_ms))
 
     def next_waiting(self, requests: Sequence[RouterRequest], now_ms: float) -> Calls:
-        """Ask which waiting request is next; None if there is none.
+        """Ask the router which waiting request is next; None if there is none.
 
         Raises:
             RouterError: it raised, or returned something else.

@@ -1,6 +1,6 @@
-"""What a fleet records with `record`: a sample of each real pass, and the candidates of each pick with true values.
+"""The recording of a fleet with `record`: a sample of each real pass, and the candidates of each pick with true values.
 
-Loads come from the load book, overlaps from an index that gets every event when it is published.
+Loads come from the load book, overlaps from an index that gets every event at its publication.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Recorder:
     """Keeps a sample of each real pass, and the candidates of each pick, in arrays.
 
     Args:
-        caches: what each engine holds by its published events.
+        caches: the blocks that each engine holds by its published events.
 
     Attributes:
         caches: as given.
@@ -48,7 +48,7 @@ class Recorder:
         self._usage = array("d")
 
     def passed(self, now_ms: float, engines: Iterable[tuple[int, MockEngine]]) -> None:
-        """Take a sample of engines, by position, whose pass has ended."""
+        """Take a sample of the engines whose pass has ended, given with their positions."""
         for position, engine in engines:
             metrics = engine.metrics
             sample = PassSample(
@@ -58,7 +58,7 @@ class Recorder:
                 column.append(value)
 
     def arrived(self, request: RouterRequest) -> None:
-        """Note what each worker truly holds of a prompt that arrives."""
+        """Note the blocks of an arriving prompt that each worker truly holds."""
         self._arrived[request, request.phase] = self.caches.overlaps(request)
 
     def picked(
@@ -68,12 +68,12 @@ class Recorder:
 
         Args:
             request: the request, before it counts on the worker.
-            worker: who was picked.
+            worker: the picked worker.
             candidates: all of them, with loads by the load book.
             shown: the overlaps that the router was shown.
         """
         true = self.caches.overlaps(request)
-        self._requests.append(request if request.phase is None else copy(request))  # it changes with its phase
+        self._requests.append(request if request.phase is None else copy(request))  # it changes with the phase
         self._at.append((request.now_ms, request.attempt, worker, self._arrived[request, request.phase]))
         for each in candidates:
             row = each._replace(overlap=true.get(each.worker, 0), held_blocks=self.caches.held_blocks(each.worker))

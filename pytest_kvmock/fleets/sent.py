@@ -1,10 +1,9 @@
-"""What was sent to each worker since its last announced start: a router's tree of sent prompts may have no more than
-this.
+"""The prompts sent to each worker since its last announced start: the upper bound of a router's tree of sent prompts.
 
-Theory of operation. A router that keeps such a tree has the prompts that it sent, whatever became of them, and the
-outputs that the events of the worker report: no other source has the tokens that came out. So a trie a worker holds
-every prompt that was dispatched to it and every block that it published. Only an announced start empties it, neither an
-eviction nor a silent restart. Blocks have their local hashes as keys, which include adapters and salts.
+Theory of operation. A router that keeps such a tree has the prompts that it sent, whatever became of them. It has the
+output tokens only from the worker's events, because no other source reports them. So one trie for each worker holds
+every prompt that was dispatched to it and every block that it published. Only an announced start empties it; an
+eviction or a silent restart does not. The keys are local hashes of blocks, which include adapters and salts.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.events import RouterEvent
 
 _Node: TypeAlias = "dict[int, Any]"
-"""The blocks that follow on one, by local hash, each with those that follow on it."""
+"""The blocks that follow a block, by local hash, each with its own followers."""
 
 
 class SentBlocks:
@@ -29,7 +28,7 @@ class SentBlocks:
 
     def __init__(self) -> None:
         self._tries: dict[Worker, _Node] = {}
-        self._named: dict[Worker, dict[int, _Node]] = {}  # by the engine's name of a block
+        self._named: dict[Worker, dict[int, _Node]] = {}  # by the engine's block hash
         self._unknown: set[Worker] = set()
         self._is_begun = False
 
@@ -46,7 +45,7 @@ class SentBlocks:
             node = node.setdefault(each, {})
 
     def stored(self, event: RouterEvent, worker: Worker) -> None:
-        """Note the blocks of a Stored. Other events take nothing away, and a block with an unknown parent belongs to no
+        """Note the blocks of a Stored. Other events remove nothing, and a block with an unknown parent belongs to no
         prompt.
         """
         data = event.event.data
@@ -57,18 +56,20 @@ class SentBlocks:
         if node is None:
             return
         if windows_of(event.token_ids or (), None if event.extra is None else event.extra.get(LOOKAHEAD))[1]:
-            self._unknown.add(worker)  # sent prompts are kept by blocks, and its names are of windows
+            self._unknown.add(worker)  # the trie has blocks, but this worker's hashes cover windows
         for name, local_hash in zip(data.block_hashes, data.tokens_hashes, strict=True):
             node = named[name] = node.setdefault(local_hash, {})
 
     def forget(self, worker: Worker) -> None:
-        """Forget a worker that starts again, or is gone."""
+        """Forget a worker that restarts or is gone."""
         self._tries.pop(worker, None)
         self._named.pop(worker, None)
         self._unknown.discard(worker)
 
     def most(self, local_hashes: Sequence[int], worker: Worker) -> int | None:
-        """Return how many leading blocks of a prompt may be there; None: what was sent there is unknown."""
+        """Return the greatest possible number of leading blocks of a prompt on a worker; None: it is unknown what was
+        sent.
+        """
         if worker in self._unknown:
             return None
         node = self._tries.get(worker, {})

@@ -1,7 +1,6 @@
-"""Values that travel: tokens, hashes, events, moves, what prompts carry, sinks; checks of them, and programs of
-requests.
+"""Values shared by all packages: tokens, hashes, events, moves, prompt keys, sinks, checks, and programs of requests.
 
-The names that most tests need are at the root; these are the others that users import.
+The names that most tests need are at the root; this package has the others that users import.
 """
 
 from typing import TYPE_CHECKING
@@ -39,5 +38,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Loaded on first use: a test of a router needs none of these.
+# Loaded on first use, because a test of a router needs none of these.
 __getattr__ = late_names(__name__, _HOME)

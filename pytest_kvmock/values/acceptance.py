@@ -1,4 +1,4 @@
-"""How many drafts a step accepts: rates that are drawn from, as Dynamo's mocker draws, or counts that are given."""
+"""The number of drafts that a step accepts: drawn by rates, as in Dynamo's mocker, or given as counts."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ _U64: Final = 2**64 - 1
 def checked_acceptance(
     value: object, drafts: int, name: str = "speculative: acceptance"
 ) -> tuple[float, ...] | list[int]:
-    """Return the rates of drafts as numbers, or the counts of steps.
+    """Return the rates of drafts as floats, or the counts of steps.
 
     Args:
-        value: rates from 0 to 1, at most one a draft; or a list of integers from 0 to `drafts`, at least one.
+        value: rates from 0 to 1, at most one per draft; or a non-empty list of integers from 0 to `drafts`.
         drafts: the most drafts that a step may accept.
-        name: of the argument.
+        name: the name of the argument.
 
     Raises:
         ValueError: it is neither.
@@ -56,12 +56,12 @@ def _is_rate(rate: object) -> bool:
 
 
 class AcceptedDrafts:
-    """How many drafts each step of one engine accepts, one step after the other.
+    """The number of drafts that each step of one engine accepts, step by step.
 
     Args:
         acceptance: as `checked_acceptance` returns it.
-        drafts: of a step; one without a rate is not accepted, but tried.
-        seed: of the generator.
+        drafts: number of drafts of a step; a draft without a rate is tried but never accepted.
+        seed: the seed of the generator.
 
     Attributes:
         drafts: as given.
@@ -78,7 +78,7 @@ class AcceptedDrafts:
         self._step = 0
 
     def draw(self) -> int:
-        """Return how many drafts the next step accepts."""
+        """Return the number of drafts that the next step accepts."""
         if self._counts is not None:
             self._step += 1
             return self._counts[(self._step - 1) % len(self._counts)]
@@ -89,7 +89,7 @@ class AcceptedDrafts:
 
 
 def _words(seed: int) -> Iterator[int]:
-    """The 64-bit words of ChaCha12, low half first."""
+    """Yield the 64-bit words of ChaCha12, low half first."""
     key = tuple(_pcg32(seed))
     for counter in range(2**64):
         block = _chacha12(key, counter)

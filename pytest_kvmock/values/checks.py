@@ -1,6 +1,6 @@
-"""Checks of what users pass in, and the words of their refusals. The lowest layer: every other module may import it.
+"""Checks of user input, and their error messages. The lowest layer: every other module may import it.
 
-Rooms that load some of their names late do it with `late_names`.
+`late_names` is for packages that import some of their names on first use.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ MOST_NEAREST = 3
 """How many nearest names a message lists."""
 
 LEAST_ALIKE = 0.7
-"""How much like a name the nearest are, as difflib counts: `dp_size` is not meant by `blok_size`."""
+"""Minimum similarity of a suggested name, as in difflib: `blok_size` does not suggest `dp_size`."""
 
 MOST_FLOAT: Final = float_info.max
-"""The largest finite float. An integer above it fits no float, and `math.isfinite` raises for it."""
+"""The largest finite float. A larger integer fits no float, and `math.isfinite` raises for it."""
 
 ValueT = TypeVar("ValueT")
 MemberT = TypeVar("MemberT", bound=Enum)
 
 MOST_U64: Final = 2**64 - 1
-"""The largest integer of 64 bits without a sign."""
+"""The largest unsigned 64-bit integer."""
 
 
 class KvMockError(Exception):
-    """The error of a mock that cannot do what it was asked for; the name of each kind names the mock.
+    """Base of errors of mocks that cannot do what was requested; the name of each subclass names the mock.
 
-    Bad arguments are a ValueError or TypeError, as anywhere, and a verdict is an AssertionError (`EventRulesBroken`).
+    Bad arguments raise a ValueError or TypeError, as usual, and a verdict is an AssertionError (`EventRulesBroken`).
     """
 
 
@@ -55,12 +55,12 @@ def check_integer(
     Args:
         name: its name in the message.
         value: the argument.
-        least: the smallest integer that is allowed.
+        least: the smallest allowed integer.
         unit: text after the range in the message: " tokens, or None".
-        wrong_type: the error for what is not an integer.
+        wrong_type: the error for a value that is not an integer.
 
     Raises:
-        ValueError: it is smaller; or no integer, unless `wrong_type` is another error.
+        ValueError: the value is smaller, or not an integer (unless `wrong_type` is another error).
     """
     if is_integer(value, least):
         return value
@@ -69,10 +69,10 @@ def check_integer(
 
 
 def check_u64(name: str, value: object) -> int:
-    """Return `value` if it is an integer of 64 bits without a sign: a hash, a salt, a worker id.
+    """Return `value` if it is an unsigned 64-bit integer: a hash, a salt, a worker id.
 
     Raises:
-        ValueError: it is out of range, or no integer.
+        ValueError: the value is out of range, or not an integer.
     """
     if is_integer(value, 0) and value <= MOST_U64:
         return value
@@ -80,10 +80,10 @@ def check_u64(name: str, value: object) -> int:
 
 
 def check_member(name: str, value: object, kind: type[MemberT]) -> MemberT:
-    """Return the member of an enumeration that `value` is, or is the value of.
+    """Return the member of an enumeration for `value`, which is a member or its value.
 
     Raises:
-        ValueError: it is unknown; the nearest and all are listed.
+        ValueError: the value is unknown; the message lists the nearest and all members.
     """
     try:
         return kind(value)
@@ -92,11 +92,10 @@ def check_member(name: str, value: object, kind: type[MemberT]) -> MemberT:
 
 
 def check_iterable(what: str, values: Iterable[ValueT], of: str) -> Iterable[ValueT]:
-    """Return `values` if it can be iterated over; for calls that are easily made with one value where several are
-    taken.
+    """Return `values` if it can be iterated over, for arguments where users easily give one value instead of several.
 
     Raises:
-        TypeError: it cannot be.
+        TypeError: it cannot be iterated over.
     """
     if isinstance(values, Iterable):
         return values
@@ -109,12 +108,12 @@ def check_number(name: str, value: object, least: float = 0.0, most: float = mat
     Args:
         name: its name in the message.
         value: the argument; True and False are not numbers.
-        least: the smallest number that is allowed.
-        most: the largest that is allowed; any where it is infinite.
+        least: the smallest allowed number.
+        most: the largest allowed number; infinite for no limit.
         unit: text after the range in the message: " seconds, or None".
 
     Raises:
-        ValueError: it is out of range, not finite, or no number.
+        ValueError: the value is out of range, not finite, or not a number.
     """
     if (
         isinstance(value, int | float)
@@ -128,7 +127,7 @@ def check_number(name: str, value: object, least: float = 0.0, most: float = mat
 
 
 def is_utf8(text: str) -> bool:
-    """Return whether a text can be written in UTF-8; one with a lone surrogate cannot."""
+    """Return whether a text can be encoded in UTF-8, which lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -138,11 +137,11 @@ def is_utf8(text: str) -> bool:
 
 def has_parameter(function: Callable[..., Any], name: str) -> bool:
     """Whether a function can be called with an argument of this name; False for one without a signature."""
-    return parameter_kind(function, name) not in (None, 0)  # 0: by position alone
+    return parameter_kind(function, name) not in (None, 0)  # 0: only by position
 
 
 def parameter_kind(function: Callable[..., Any], name: str) -> int | None:
-    """How a function takes an argument of this name, as `inspect.Parameter.kind`; None: not at all, or it has no
+    """Return how a function takes an argument of this name, as `inspect.Parameter.kind`; None: not at all, or no
     signature.
     """
     return _parameter_kind(getattr(function, "__func__", function), name)
@@ -150,7 +149,7 @@ def parameter_kind(function: Callable[..., Any], name: str) -> int | None:
 
 @lru_cache(maxsize=64)
 def _parameter_kind(function: Callable[..., Any], name: str) -> int | None:
-    from inspect import Parameter, signature  # for those whose prompts carry more than tokens
+    from inspect import Parameter, signature  # only needed for prompts with keys
 
     try:
         parameters = signature(function).parameters
@@ -174,26 +173,26 @@ def check_time(now: object) -> float:
 
 
 def nearest(name: object, known: Iterable[str]) -> list[str]:
-    """Return the known names that are most like `name`, the likest first; none if no name is like it."""
+    """Return the known names that are most similar to `name`, the best first; empty if no name is similar."""
     if not isinstance(name, str):
         return []
     from difflib import get_close_matches  # imported on first use
 
     known = list(known)
-    # `kvmock_sede` is close to every `kvmock_...`, so only the rest is compared.
+    # `kvmock_sede` is similar to every `kvmock_...`, so only the rest is compared.
     prefix = commonprefix([name, *known])  # noqa: RUF071 - of characters, not of paths
     if not prefix.endswith(("_", "-")):
         prefix = ""
     rests = [each.removeprefix(prefix) for each in known]
     found = get_close_matches(name.removeprefix(prefix), rests, MOST_NEAREST, LEAST_ALIKE)
-    if not found:  # `vlm` is like the first word of `vllm-0.33`, the last one of that family
+    if not found:  # `vlm` is similar to the first word of `vllm-0.33`, the last name of that family
         families = {each.partition("-")[0]: each for each in known if each.count("-") == 1}
         return [families[word] for word in get_close_matches(name, families, MOST_NEAREST, LEAST_ALIKE)]
     return [prefix + rest for rest in found]
 
 
 def did_you_mean(name: object, known: Iterable[str], then: str = "") -> str:
-    """Return "; did you mean 'lru'? ", or "; " where no known name is like `name`, and `then`.
+    """Return "; did you mean 'lru'? " (or "; " if no known name is similar to `name`) and `then`.
 
     Without `then`: "; did you mean 'lru'?", or nothing.
     """
@@ -209,9 +208,9 @@ def unknown_text(what: str, name: object, known: Iterable[str]) -> str:
 
 
 def install_text(extra: str) -> str:
-    """Return "pip install '/path/to/pytest-kvmock[zmq]', with the path of your checkout": how to get an extra.
+    """Return how to install an extra: "pip install '/path/to/pytest-kvmock[zmq]', with the path of your checkout".
 
-    From the checkout, as no package index has a release yet.
+    From the checkout, because no package index has a release yet.
     """
     return f"pip install '/path/to/pytest-kvmock[{extra}]', with the path of your checkout"
 
@@ -223,7 +222,7 @@ def not_allowed_text(value: object, allowed: Iterable[str]) -> str:
 
 
 def late_names(module: str, homes: Mapping[str, str]) -> Callable[[str], Any]:
-    """Return the `__getattr__` of a module (PEP 562) that imports a name from its home when somebody asks for it."""
+    """Return the `__getattr__` of a module (PEP 562) that imports a name from its home on first use."""
 
     def load(name: str) -> Any:
         home = homes.get(name)

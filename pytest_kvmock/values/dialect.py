@@ -1,4 +1,4 @@
-"""One dialect: the form in which an engine of one version writes KV events on a wire, and its fields in order."""
+"""Dialects: the form in which one engine version writes KV events on a wire, with its fields in order."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class Mark(Enum):
 
 
 REQUIRED: Final = Mark.REQUIRED
-"""As a default: the field has none, and is always written."""
+"""As a default: the field has no default and is always written."""
 
 
 NONE_PER_BLOCK: Final = Mark.NONE_PER_BLOCK
-"""As an ordinary value: a list with one None a block."""
+"""As an ordinary value: a list with one None per block."""
 
 
 FieldType: TypeAlias = Literal[
@@ -39,13 +39,13 @@ FieldType: TypeAlias = Literal[
 
 
 class FieldShape(NamedTuple):
-    """What a field of one type takes, as far as that can be said without a dialect.
+    """The values that a field type takes, as far as they do not depend on the dialect.
 
     Attributes:
-        text: in words, for messages.
+        text: description for messages.
         item: a block hash, an integer, a string or anything.
-        depth: 0: an item, 1: an array of them, 2: an array of such arrays.
-        is_optional: it may be nil.
+        depth: 0: an item, 1: an array of items, 2: an array of such arrays.
+        is_optional: whether it may be nil.
         least: the smallest integer.
     """
 
@@ -71,9 +71,10 @@ FIELD_TYPES: Final[Mapping[FieldType, FieldShape]] = MappingProxyType(
         "any": FieldShape("anything", "anything"),
     }
 )
-"""The types of fields, and what each takes: msgspec's types of them and the careful reader's checks are made from this.
+"""The field types and their values; msgspec's types and the careful reader's checks are made from this table.
 
-The first five are the event's own; the others travel in `RouterEvent.extra`."""
+The first five belong to the event itself; the others travel in `RouterEvent.extra`.
+"""
 
 
 _OWN: Final = ("hashes", "parent", "tokens", "block_size", "medium")
@@ -83,7 +84,7 @@ HashForm: TypeAlias = Literal["unsigned", "signed", "either", "bytes"]
 
 
 def _is_of_type(kind: FieldType, value: object) -> bool:
-    """Whether a field of this type can have the value, as far as that can be said without a dialect."""
+    """Whether a field of this type can have the value, as far as this does not depend on the dialect."""
     shape = FIELD_TYPES[kind]
     if value is None:
         return shape.is_optional
@@ -91,7 +92,7 @@ def _is_of_type(kind: FieldType, value: object) -> bool:
 
 
 def _fits(shape: FieldShape, depth: int, value: object) -> bool:
-    """Whether a value is what a field takes, within `depth` nested arrays."""
+    """Whether a value fits a field type within `depth` nested arrays."""
     if depth:
         return isinstance(value, list | tuple) and all(_fits(shape, depth - 1, each) for each in value)
     if shape.item == "integer":
@@ -102,7 +103,7 @@ def _fits(shape: FieldShape, depth: int, value: object) -> bool:
 
 
 DIGEST_SIZES: Final = (16, 32)
-"""Bytes of a whole digest: xxh3-128, or SHA-256."""
+"""Bytes of a full digest: xxh3-128, or SHA-256."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,8 +113,9 @@ class WireField:
     Attributes:
         name: the engine's name; the key in a map, and in `RouterEvent.extra`.
         type: one of `FIELD_TYPES`.
-        default: what a reader takes where the field is absent, and a map leaves out; `REQUIRED`: it is always there.
-        ordinary: what an engine writes where the event has nothing special; `NONE_PER_BLOCK`: a None a block.
+        default: the value of an absent field; a map leaves the default out. `REQUIRED`: the field is always there.
+        ordinary: the value that an engine writes if the event has nothing special; `NONE_PER_BLOCK`: one None per
+            block.
 
     Raises:
         ValueError: the name is empty, the type is unknown, or a value is not of the type.
@@ -146,7 +148,7 @@ class WireField:
 
     @property
     def is_own(self) -> bool:
-        """Whether the event itself has a place for it, so that it is not part of `RouterEvent.extra`."""
+        """Whether the event itself has this field, so that it is not part of `RouterEvent.extra`."""
         return self.type in _OWN
 
     @property
@@ -170,33 +172,33 @@ _WORDS: Final[Mapping[str, tuple[object, ...]]] = MappingProxyType(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Dialect:
-    """One form of KV events on a wire: what an engine of one version writes. Two are equal where they are the same row.
+    """The form of KV events on a wire that one engine version writes. Dialects are equal only if they are the same
+    object.
 
     Attributes:
-        name: the name that tests see, in ids too: letters, digits, `_`, `.` and `-`.
-        models: the program and version that writes it.
+        name: the name in tests and test ids: letters, digits, `_`, `.` and `-`.
+        models: the program and version that write it.
         form: events as "array" (tag first, every field) or "map" (tag under "type", defaults left out), both in
-            msgpack; or in Dynamo's JSON, one a line: "json" a `KvCacheEvent`, "router_json" a `RouterEvent`; or
-            "trtllm_json", TensorRT-LLM's JSON, a list of events a line.
+            msgpack; or Dynamo's JSON, one per line: "json" for `KvCacheEvent`, "router_json" for `RouterEvent`; or
+            "trtllm_json": TensorRT-LLM's JSON, one list of events per line.
         stored: fields of `BlockStored` in order; none in JSON.
         removed: fields of `BlockRemoved` in order.
         hashes: how a block hash is written: "unsigned" or "signed" 64 bits of the digest, "either" as the engine has it
-            (a number below 0 as signed, one from 2**63 on as unsigned), or the whole digest as "bytes".
-        media: the name of each tier in the field `medium`; tiers without one are refused.
-        rank: what a batch has in the slot of the rank where its `Batch.dp_rank` is None: that of its events ("filled"),
-            or "nil", as the structs of SGLang have it when they are made. Publishers fill it in, in every release of
-            both.
+            (below 0 as signed, from 2**63 on as unsigned), or the full digest as "bytes".
+        media: the name of each tier in the field `medium`; tiers without a name are refused.
+        rank: the value in a batch's rank slot if its `Batch.dp_rank` is None: the rank of its events ("filled"), or
+            "nil", as in newly made structs of SGLang. Publishers fill it in, in every release of both engines.
         replay: frames of a replayed batch after the identity: "plain" (empty, sequence, payload), or with the "topic"
             before the sequence; None if the dialect is not spoken over ZMQ.
-        metadata: keys of a map that follows the last field of a `BlockStored` in array form, where one of them is set;
-            their values are strings.
+        metadata: keys of a map after the last field of a `BlockStored` in array form, written if one of them is set;
+            the values are strings.
         backend: the backend whose engine writes it.
-        version: the release of that backend (its option `version`) whose names of blocks it carries; None: the
-            backend's own.
-        in_matrix: whether tests run over it by default; otherwise, where they name it.
-        pairs: whether token ids may be pairs of neighbours, as SGLang's are with a draft model.
-        whole_blocks: whether publishers write full blocks of the longest window alone, named by sha256, and no
-            Updated, as TensorRT-LLM does over ZMQ.
+        version: the release of that backend (its option `version`) whose block names it has; None: the backend's
+            default.
+        in_matrix: whether tests run over it by default, or only if they name it.
+        pairs: whether token ids may be pairs of neighbours, as in SGLang with a draft model.
+        whole_blocks: whether publishers write only full blocks of the longest window, named by sha256, and no Updated,
+            as TensorRT-LLM does over ZMQ.
 
     Raises:
         ValueError: a field is invalid. The message names the field, the given value and the allowed values.
@@ -249,9 +251,7 @@ class Dialect:
             raise ValueError(f"dialect {self.name!r}: metadata follows an array; a map has fields")
 
     def _check_fields(self, attribute: str, needed: Mapping[str, int]) -> None:
-        """Raise a ValueError for fields that are none, have one name, or of which an event has not as many as it
-        must.
-        """
+        """Raise a ValueError for invalid or duplicate fields, or a wrong number of fields of a type."""
         where = f"dialect {self.name!r}: {attribute}"
         fields = getattr(self, attribute)
         if not isinstance(fields, tuple) or not all(isinstance(field, WireField) for field in fields):
@@ -284,16 +284,18 @@ class Dialect:
 
     @property
     def has_groups(self) -> bool:
-        """Whether its events say of which cache group they are, so that it has sparse Stored."""
+        """Whether its events name their cache group, so that it has sparse Stored."""
         return any(field.name == "group_idx" for field in self.stored)
 
     @property
     def mocks_groups(self) -> bool:
-        """Whether hybrid models of vLLM can publish in it: their blocks have names of 64 bits here, and never bytes."""
+        """Whether hybrid models of vLLM can publish in it: their block names have 64 bits here, never bytes."""
         return self.has_groups and self.hashes != "bytes"
 
     def tells(self, key: str) -> bool:
-        """Whether its events say an adapter ("lora_name") or a salt ("cache_salt"), not in names alone."""
+        """Whether its events have a field for the adapter ("lora_name") or the salt ("cache_salt"), not only block
+        names.
+        """
         if self.whole_blocks or not self.is_msgpack:
             return False  # TensorRT-LLM leaves its fields empty
         names = {*(field.name for field in self.stored), *self.metadata}
@@ -301,22 +303,22 @@ class Dialect:
 
     @property
     def clears(self) -> bool:
-        """Whether it has an event for an emptied cache; TensorRT-LLM has none, or defines one and never sends it."""
+        """Whether it has an event for an emptied cache; TensorRT-LLM has none, or defines it but never sends it."""
         return self.form != "trtllm_json" and not self.whole_blocks
 
     @property
     def is_msgpack(self) -> bool:
-        """Whether it is written in msgpack, which takes the extra `wire`."""
+        """Whether it is written in msgpack, which needs the extra `wire`."""
         return self.form in ("array", "map")
 
     def check_host(self, *, self_describing: bool) -> None:
-        """Check that it can say what engines with a host below the device publish.
+        """Check that it can express the events of engines with a host tier.
 
         Args:
             self_describing: whether the events of the host have tokens, as vLLM's may.
 
         Raises:
-            ValueError: it does not say where a block is, or is of a vLLM that had no such events.
+            ValueError: it has no field for the tier of a block, or its vLLM release had no such events.
         """
         if self.is_msgpack and not self.media:
             raise ValueError(
@@ -339,14 +341,15 @@ class Dialect:
 
         Args:
             name: the new dialect's name.
-            models: as given; by default this one's, with the changes.
-            add_stored: fields that follow those of `BlockStored`.
-            add_removed: fields that follow those of `BlockRemoved`.
-            without: names of fields that it lacks.
-            **changes: other attributes. With another backend and no `version` it is of no release: each has its own.
+            models: as in `Dialect`; by default this dialect's, with the changes.
+            add_stored: fields to append to those of `BlockStored`.
+            add_removed: fields to append to those of `BlockRemoved`.
+            without: names of fields to leave out.
+            **changes: other attributes. With another backend, `version` is None by default, because backends have
+                different releases.
 
         Raises:
-            ValueError: there is no such attribute or field, or the dialect would not be one.
+            ValueError: an attribute or field is unknown, or the new dialect would be invalid.
         """
         attributes = [field.name for field in dataclasses.fields(self)]
         for change in changes:

@@ -1,8 +1,7 @@
-"""What engines publish and routers receive: Stored, Removed, Located, Updated, Cleared, and the two envelopes around
-them.
+"""The events that engines publish and routers receive: Stored, Removed, Located, Updated, Cleared, and two envelopes.
 
-One subject: what travels, and its form in JSON. The shapes, names and JSON come from Dynamo's `kv-router` protocols.
-Blocks travel as parallel tuples, not as an object each; `Stored.blocks` makes pairs when somebody asks.
+One subject: event values and their JSON. The shapes, names and JSON come from Dynamo's `kv-router` protocols. Blocks
+are parallel tuples, not one object each; `Stored.blocks` makes objects on demand.
 """
 
 from __future__ import annotations
@@ -24,11 +23,11 @@ _U64: Final = 2**64 - 1
 
 
 def check_block_hashes(hashes: Sequence[int]) -> None:
-    """Let numbers of 64 bits pass, all unsigned or all signed.
+    """Check that hashes have 64 bits, all unsigned or all signed.
 
     Raises:
-        TypeError: one is not an integer.
-        OverflowError: one has more bits.
+        TypeError: a hash is not an integer.
+        OverflowError: a hash has more bits.
     """
     try:
         array("Q", hashes)
@@ -37,9 +36,9 @@ def check_block_hashes(hashes: Sequence[int]) -> None:
 
 
 def block_text(block: object) -> str:
-    """A block or local hash in a text: 16 digits that can be searched for; a small one, written by hand, in decimal.
+    """Return a block or local hash as text: 16 searchable digits; small, handwritten ones in decimal.
 
-    A value that is not a hash of 64 bits is shown unchanged.
+    A value that is not a 64-bit hash is shown unchanged.
     """
     if not isinstance(block, int) or not 2**16 <= abs(block) <= _U64:
         return repr(block)
@@ -47,7 +46,7 @@ def block_text(block: object) -> str:
 
 
 def value_text(value: object) -> str:
-    """Return the `repr`, with the hashes in it as `block_text` shows them."""
+    """Return the `repr` with hashes in the form of `block_text`."""
     if type(value) is list:
         return f"[{', '.join(map(value_text, value))}]"
     if type(value) is tuple:
@@ -62,14 +61,14 @@ def value_text(value: object) -> str:
 
 
 StreamKey: TypeAlias = tuple[int, int]
-"""(worker_id, dp_rank): one rank, which counts event ids and holds blocks by itself."""
+"""(worker_id, dp_rank): one rank, with separate event ids and blocks."""
 
 BlockTokens: TypeAlias = Sequence[Sequence[int]]
-"""Token ids that travel with a Stored: one sequence of `block_size` ids a block."""
+"""Token ids that travel with a Stored: one sequence of `block_size` ids for each block."""
 
 
 class StorageTier(StrEnum):
-    """Where a block lives: G1 device, G2 host pinned, G3 disk, G4 external. The value is its name in JSON."""
+    """The location of a block: G1 device, G2 host pinned, G3 disk, G4 external. The value is the name in JSON."""
 
     DEVICE = "device"
     HOST_PINNED = "host_pinned"
@@ -78,10 +77,10 @@ class StorageTier(StrEnum):
 
     @classmethod
     def of(cls, tier: StorageTier | str) -> StorageTier:
-        """The tier of a name: its value, or a short one, "host" or "g1" to "g4".
+        """Return the tier of a name: its value, or a short name, "host" or "g1" to "g4".
 
         Raises:
-            ValueError: there is no such tier; the message names those that there are.
+            ValueError: the tier is unknown; the message lists the known ones.
         """
         if type(tier) is cls:
             return tier
@@ -96,7 +95,7 @@ TIER_NAMES: Final = {
     "host": StorageTier.HOST_PINNED,
     **{f"g{number}": tier for number, tier in enumerate(StorageTier, start=1)},
 }
-"""The tiers by the names that users may call them."""
+"""The tiers by all names that users may use."""
 
 
 class StoredBlock(NamedTuple):
@@ -111,20 +110,20 @@ class StoredBlock(NamedTuple):
         return f"StoredBlock({hashes}, mm_extra_info={self.mm_extra_info!r})"
 
 
-# Not frozen: a frozen dataclass costs three times as much to make, and one is made for every move. Still they are
-# values; every listener of a stream gets the same object.
+# Not frozen: a frozen dataclass takes three times as long to make, and one is made for every move. They are still
+# values: every listener of a stream gets the same object.
 
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Stored:
-    """Blocks became cached, in order, each the child of the one before.
+    """Blocks became cached, in order, each the child of the previous one.
 
     Attributes:
-        parent_hash: sequence hash of the block before the first; None when the first is a root.
+        parent_hash: sequence hash of the first block's parent; None if the first is a root.
         block_hashes: sequence hash of each block, as the engine publishes it: u64, or i64 (SGLang).
         tokens_hashes: local hash of each block, u64.
-        start_position: position of the first block in its sequence, if the engine says it.
-        mm_extra_info: per block, what the engine says of multimodal objects in it; None when it says nothing.
+        start_position: position of the first block in its sequence, if the engine publishes it.
+        mm_extra_info: per block, the engine's data on its multimodal objects; None if there is none.
 
     Raises:
         ValueError: the tuples differ in length.
@@ -164,29 +163,28 @@ class Stored:
         return tuple(map(StoredBlock, self.block_hashes, self.tokens_hashes, infos))
 
 
-# A separate class, so that the usual Stored, which names every block, needs no slot for these fields.
+# A separate class, so that the usual Stored needs no slots for these fields.
 
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class SparseStored(Stored):
-    """A Stored of a sparse cache group: of the blocks of a span, which were kept; perhaps none.
+    """A Stored of a sparse cache group: the kept blocks of a span, possibly none.
 
-    Groups with a window or a state keep only what a later prompt can resume from, and vLLM publishes the whole span
-    that was considered. Which of its blocks were kept the names alone say: there is no local hash of any, and no block
-    is the child of the one before it. The token ids that travel with it are those of all blocks of the span.
+    Groups with a window or a state keep only the blocks that a later prompt can resume from, and vLLM publishes the
+    full span. Only names identify the kept blocks: there are no local hashes, and no block is the child of the previous
+    one. The token ids that travel with it cover all blocks of the span.
 
     Attributes:
-        parent_hash: sequence hash of the block before the span, whether or not anybody holds it; None if the span
-            begins a prompt.
-        block_hashes: of the blocks that were kept, in order; fewer than the span has.
-        tokens_hashes: none.
+        parent_hash: sequence hash of the block before the span, held or not; None if the span begins a prompt.
+        block_hashes: the hashes of the kept blocks, in order; fewer than the span has.
+        tokens_hashes: empty.
         start_position: None.
         mm_extra_info: None.
         span: tokens of the span.
-        block_size: tokens a block of the group.
+        block_size: tokens per block of the group.
 
     Raises:
-        ValueError: the span is not of whole blocks, or has no block that was not kept.
+        ValueError: the span does not consist of full blocks, or all its blocks were kept.
     """
 
     tokens_hashes: tuple[int, ...] = field(default=(), init=False)
@@ -217,7 +215,7 @@ class SparseStored(Stored):
 
     @property
     def blocks(self) -> tuple[StoredBlock, ...]:
-        """None: only the names of the blocks are known."""
+        """Empty, because only the names of the blocks are known."""
         return ()
 
 
@@ -238,10 +236,10 @@ class Removed:
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Located:
-    """A placeholder: these blocks, known now or later, are also in a tier. It has their names alone.
+    """A placeholder: these blocks, known now or later, are also in a tier. It has only their names.
 
-    vLLM's offloading publishes one for what it has copied to the host. It makes no block known, and none the child of
-    another: a tier-aware index notes the place, and any other leaves it out.
+    vLLM's offloading publishes one for blocks that it has copied to the host. It neither introduces blocks nor links
+    them: a tier-aware index notes the location, and others ignore it.
     """
 
     kind: ClassVar[str] = "located"
@@ -257,16 +255,14 @@ class Located:
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class Updated:
-    """A block that is cached has another level, or another priority: TensorRT-LLM's event for what moves between its
-    tiers.
+    """A cached block changed its level or priority: TensorRT-LLM's event for blocks that move between its tiers.
 
-    It links nothing and unlinks nothing. A level is a tier by its number, 0 the device and 1 the host.
+    It does not change links. A level is the number of a tier: 0 is the device, 1 the host.
 
     Attributes:
         block_hash: the block.
-        levels: before and after; None if its level stays.
-        priorities: for eviction, before and after; None if its
-            priority stays.
+        levels: old and new level; None if the level stays.
+        priorities: old and new eviction priority; None if the priority stays.
     """
 
     kind: ClassVar[str] = "updated"
@@ -277,7 +273,7 @@ class Updated:
 
     @property
     def block_hashes(self) -> tuple[int, ...]:
-        """The one block, as other events name theirs."""
+        """The single block, under the name that other events use."""
         return (self.block_hash,)
 
     def __repr__(self) -> str:
@@ -286,7 +282,7 @@ class Updated:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Cleared:
-    """The whole cache was dropped."""
+    """The cache was emptied."""
 
     kind: ClassVar[str] = "cleared"
 
@@ -295,7 +291,7 @@ EventData: TypeAlias = Stored | Removed | Located | Updated | Cleared
 
 
 def renamed(data: Removed | Located | Updated, block_hashes: Sequence[int]) -> Removed | Located | Updated:
-    """Return the same data of as many other blocks."""
+    """Return the same data with the names of other blocks, equal in number."""
     if isinstance(data, Updated):
         return Updated(block_hashes[0], data.levels, data.priorities)
     return type(data)(tuple(block_hashes))
@@ -303,12 +299,12 @@ def renamed(data: Removed | Located | Updated, block_hashes: Sequence[int]) -> R
 
 @dataclass(slots=True, unsafe_hash=True)
 class KvCacheEvent:
-    """What one rank of an engine publishes.
+    """An event that one rank of an engine publishes.
 
     Attributes:
-        event_id: 0, 1, 2 ... for each rank by itself, over all tiers.
+        event_id: 0, 1, 2 ... for each rank separately, over all tiers.
         data: the Stored, Removed, Located, Updated or Cleared.
-        dp_rank: data-parallel rank of the engine that says it.
+        dp_rank: data-parallel rank of the publishing engine.
     """
 
     event_id: int
@@ -316,8 +312,8 @@ class KvCacheEvent:
     dp_rank: int = 0
 
     def to_dict(self) -> dict[str, Any]:
-        """Dynamo's JSON form, as Python objects; signed block hashes as the u64 of the same bits, as Dynamo reads
-        them.
+        """Return Dynamo's JSON form as Python objects; signed block hashes become the u64 of the same bits, as Dynamo
+        reads them.
         """
         return {"event_id": self.event_id, "data": _data_to_json(self.data), "dp_rank": self.dp_rank}
 
@@ -327,35 +323,36 @@ class KvCacheEvent:
 
     @classmethod
     def from_dict(cls, value: object) -> KvCacheEvent:
-        """Read Dynamo's JSON form: what is absent has its default, unknown keys are ignored.
+        """Read Dynamo's JSON form: absent keys have their default, unknown keys are ignored.
 
         Raises:
             ValueError: a key is missing or of the wrong type, or a hash is not a u64 (a signed engine hash must be
-                reinterpreted before this layer). The message says where.
+                converted before this layer). The message names the place.
         """
         return _event_from_json(value, "KvCacheEvent")
 
     @classmethod
     def from_json(cls, text: str | bytes) -> KvCacheEvent:
-        """Read Dynamo's JSON form from text; raises as `from_dict` does, and for what is not JSON."""
+        """Read Dynamo's JSON form from text; raises like `from_dict`, and for invalid JSON."""
         return _event_from_json(_loads(text, "KvCacheEvent"), "KvCacheEvent")
 
 
 @dataclass(slots=True, unsafe_hash=True, repr=False)
 class RouterEvent:
-    """An event as a router receives it: with the worker that published it.
+    """An event as a router receives it, with its worker.
 
     Attributes:
         worker_id: the worker.
-        event: what it published.
-        storage_tier: where the blocks are.
-        token_ids: for a Stored, the token ids of each block, where they are known; for a sparse one, of each block of
-            its span. They travel with the event, and are not part of equality or of Dynamo's JSON.
-        extra: what else travels with it, by the names of the wire (`prompt_keys.EventExtra`): the adapter, salt and
-            session of the request that stored, per block what was hashed with its tokens, and the cache group of a
-            hybrid model. None: nothing. Not to be changed.
-        chained: whether it was published for a request, so that its hashes must be the engine's chain; hand-made moves
-            have free hashes. Like the two before it, it travels with the event: no part of equality, text or JSON.
+        event: the published event.
+        storage_tier: the tier of the blocks.
+        token_ids: for a Stored, the token ids of each block, if known; for a sparse one, of each block of its span.
+            They travel with the event but are not part of equality or of Dynamo's JSON.
+        extra: its other fields, by the names of the wire (`prompt_keys.EventExtra`): the adapter, salt and session of
+            the storing request, per block the values hashed with its tokens, and the cache group of a hybrid model.
+            None: no such fields. Do not change it.
+        chained: whether it was published for a request, so its hashes must follow the engine's chain; handmade moves
+            have free hashes. Like the previous two, it travels with the event and is not part of equality, text or
+            JSON.
     """
 
     worker_id: int
@@ -367,7 +364,7 @@ class RouterEvent:
 
     @property
     def event_id(self) -> int:
-        """The id of the event: 0, 1, 2 ... for each worker and rank by itself."""
+        """The id of the event: 0, 1, 2 ... for each worker and rank separately."""
         return self.event.event_id
 
     @property
@@ -382,7 +379,7 @@ class RouterEvent:
 
     @property
     def key(self) -> StreamKey:
-        """Worker and rank, which count ids and hold blocks by themselves."""
+        """Worker and rank, which have separate event ids and blocks."""
         return self.worker_id, self.event.dp_rank
 
     def __repr__(self) -> str:
@@ -423,7 +420,7 @@ class RouterEvent:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> RouterEvent:
-        """Read Dynamo's JSON form from text; raises as `from_dict` does, and for what is not JSON."""
+        """Read Dynamo's JSON form from text; raises like `from_dict`, and for invalid JSON."""
         return cls.from_dict(_loads(text, "RouterEvent"))
 
 
@@ -431,9 +428,9 @@ _new: Final = object.__new__
 
 
 class RemovedRow(NamedTuple):
-    """Events of one worker that follow on each other, each a Removed of one block on the device: most of all events.
+    """Consecutive events of one worker, each a Removed of one block on the device; most events are of this kind.
 
-    A sink takes them in a row, if it has `takes_row()` and says so then, by `publish_row(row)`.
+    A sink gets them by `publish_row(row)` if it has `takes_row()` and that returns True.
 
     Attributes:
         worker_id: the worker.
@@ -482,9 +479,7 @@ def stored_event(  # noqa: PLR0917 - it is called for each event that is decoded
     storage_tier: StorageTier,
     token_ids: BlockTokens | None,
 ) -> RouterEvent:
-    """Make the event of a Stored whose tuples are known to be of one length, in half the time that three
-    constructors take.
-    """
+    """Make the event of a Stored with tuples of equal length, in half the time of three constructors."""
     data = _new(Stored)
     data.parent_hash, data.block_hashes, data.tokens_hashes = parent_hash, block_hashes, tokens_hashes
     data.start_position = data.mm_extra_info = None
@@ -499,7 +494,7 @@ def stored_event(  # noqa: PLR0917 - it is called for each event that is decoded
 # ------------------------------------------------------------------------------------------------ Dynamo's JSON
 
 
-# Dynamo's JSON has no sparse Stored, no location, and no update. These have our own form, which Dynamo refuses.
+# Dynamo's JSON has no sparse Stored, Located or Updated. They have our own form, which Dynamo refuses.
 
 
 def _data_to_json(data: EventData) -> Any:
@@ -596,7 +591,7 @@ def _stored_from_json(body: object, where: str) -> Stored:
 
 
 def _mm_info(value: object, where: str) -> object:
-    """Check a block's `{"mm_objects": [{"mm_hash": u64, "offsets": [[start, end], ...]}]}`, and return it as it is."""
+    """Check a block's `{"mm_objects": [{"mm_hash": u64, "offsets": [[start, end], ...]}]}`, and return it unchanged."""
     if value is None:
         return None
     for i, entry in enumerate(_array(_object(value, where), "mm_objects", where)):
@@ -678,9 +673,9 @@ def _number(value: object, where: str, top: int = _U64) -> int:
 
 
 KINDS: Final = tuple(data.kind for data in (Stored, Removed, Cleared, Located, Updated))
-"""Kinds of events."""
+"""The kinds of events."""
 
 
 def kind_of(event: RouterEvent) -> str:
-    """An event's kind: "stored", "removed", "cleared", "located" or "updated"."""
+    """Return an event's kind: "stored", "removed", "cleared", "located" or "updated"."""
     return event.event.data.kind

@@ -1,5 +1,5 @@
-"""Token ids that travel with an event, with the hashes that its engine made of them: a judge of the event need not
-hash them again.
+"""Token ids of an event together with the engine's hashes of them, so that a check of the event need not hash them
+again.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class Chain(Protocol):
-    """The rule by which one engine names its blocks; an object belongs to one stream, and may have state.
+    """The naming rule of one engine's blocks; an object belongs to one stream and may have state.
 
-    Where blocks are named by more than tokens (`Prompt.keys`), both methods are given what travels with the event as
-    one more argument. One with an attribute `reads_extra` that is true always is, and is given the tokens as they came.
-    One that has an attribute `named_by` says there by what it names blocks, for messages.
+    If block names depend on more than tokens (`Prompt.keys`), both methods get the event's extra fields as one more
+    argument. With a true attribute `reads_extra`, they always get them, and the tokens as received. An attribute
+    `named_by` describes the rule for messages.
     """
 
     def expected(
@@ -30,13 +30,14 @@ class Chain(Protocol):
         extra: EventExtra | None = ...,
         /,
     ) -> Sequence[int] | None:
-        """The names that the blocks of a Stored should have; None if they cannot be computed.
+        """Return the expected names of a Stored's blocks; None if they cannot be computed.
 
         Args:
             data: the Stored.
-            token_ids: of each block; None if none came, empty where they are not `block_size` of each block.
-            block_size: tokens a block; None: unknown.
-            extra: what travels with the event.
+            token_ids: the token ids of each block; None if there are none, empty if a block does not have `block_size`
+                of them.
+            block_size: tokens per block; None: unknown.
+            extra: the event's extra fields.
         """
 
     def name(
@@ -48,30 +49,30 @@ class Chain(Protocol):
         extra: EventExtra | None = ...,
         /,
     ) -> int | None:
-        """The name of one block below a parent; None if it cannot be computed.
+        """Return the name of one block below a parent; None if it cannot be computed.
 
         Args:
-            parent: the block before it; None for a root.
+            parent: its parent; None for a root.
             local: its local hash.
-            tokens: its token ids; None if none came with the event.
-            block_size: tokens a block; None: unknown.
-            extra: what travels with an event of this block alone.
+            tokens: its token ids; None if the event has none.
+            block_size: tokens per block; None: unknown.
+            extra: the extra fields of an event with only this block.
         """
 
 
 class HashedBlocks(TokenRows):
-    """Token ids of complete blocks, as an event carries them, and the names that an engine made of them.
+    """Token ids of full blocks in an event, and the names that an engine made from them.
 
-    A judge of the event does not hash them again where its hashes are those that were made here (`proves`): an event
-    that was changed on its way has others. A copy is a plain list.
+    A check of the event need not hash them again if the event's hashes equal these (`proves`); an event that was
+    changed on its way has others. A copy is a plain list.
 
     Args:
         rows: token ids of each block.
         parent: the name of the block before the first; None for a root.
-        names: of the blocks.
-        local_hashes: of the blocks.
-        digests: what the names are taken from; none where these are Dynamo's.
-        hasher: makes the digests of tokens; None if the names are Dynamo's.
+        names: the names of the blocks.
+        local_hashes: the local hashes of the blocks.
+        digests: the digests that the names are taken from; empty for Dynamo's names.
+        hasher: makes the digests of tokens; None for Dynamo's names.
     """
 
     __slots__ = ("digests", "hasher", "local_hashes", "names", "parent")
@@ -91,7 +92,7 @@ class HashedBlocks(TokenRows):
         self.digests, self.hasher = digests, hasher
 
     def proves(self, data: Stored, block_size: int | None) -> bool:
-        """Whether the hashes of a Stored were made of these tokens, after the parent that it has."""
+        """Whether the hashes of a Stored were made from these tokens, after its parent."""
         return (
             data.block_hashes == self.names
             and data.tokens_hashes == self.local_hashes
@@ -100,7 +101,7 @@ class HashedBlocks(TokenRows):
         )
 
     def part(self, start: int, end: int) -> HashedBlocks:
-        """Return some of the blocks unchanged."""
+        """Return some of the blocks, unchanged."""
         if not start and end >= self._count:
             return self
         parent = self.names[start - 1] if start else self.parent
@@ -110,16 +111,14 @@ class HashedBlocks(TokenRows):
 
 
 def part_of(token_ids: BlockTokens, start: int, end: int) -> BlockTokens:
-    """Return the token ids of some blocks, with the hashes of those that an engine has hashed."""
+    """Return the token ids of some blocks, with their hashes if an engine has made them."""
     return token_ids.part(start, end) if isinstance(token_ids, TokenRows) else list(token_ids[start:end])
 
 
 def own_blocks(
     data: Stored, token_ids: BlockTokens | None, block_size: int | None, extra: EventExtra | None
 ) -> HashedBlocks | None:
-    """The blocks of an event that are proved to be as its engine made them; None: whoever judges it has to hash
-    them.
-    """
+    """Return the blocks of an event if they are proved to be unchanged; None: a check must hash them."""
     if extra is None and type(token_ids) is HashedBlocks and token_ids.proves(data, block_size):
         return token_ids
     return None

@@ -1,4 +1,4 @@
-"""What a rank of SGLang says of its load, when it says it, and a reading of that: whoever sends it, and however.
+"""The load message of an SGLang rank, the times at which it is sent, and a reading of it, for any transport.
 
 Source: `disaggregation/kv_events.py` of 0.5.23.
 """
@@ -12,10 +12,10 @@ from typing import Any, Final, NamedTuple, Self
 from pytest_kvmock.values.checks import check_integer
 
 HEARTBEAT_S: Final = 1.0
-"""Seconds after which a rank says again a load that does not change."""
+"""Seconds after which a rank repeats an unchanged load."""
 
 DEFAULT_INTERVAL: Final = 15
-"""Of calls that are not forced, every 15th goes on (`--load-snapshot-publish-interval`)."""
+"""Every 15th call that is not forced publishes (`--load-snapshot-publish-interval`)."""
 
 FIRST_VERSION: Final = 6
 """Entries of a message of the first version."""
@@ -30,14 +30,14 @@ class LoadStat:
     Attributes:
         running: requests that run.
         waiting: requests that wait.
-        used_tokens: tokens of the pool that are in use; cached ones that no request holds count as free.
+        used_tokens: tokens of the pool that are in use; cached tokens that no request holds count as free.
         max_tokens: tokens that the pool has room for.
-        rank: the rank; of a stream that is told by its port, and not by this.
-        waiting_uncached_tokens: an estimate of what the waiting requests have to compute.
+        rank: the rank; a stream's rank is known by its port, not by this field.
+        waiting_uncached_tokens: an estimate of the tokens that waiting requests have to compute.
         total_tokens: tokens in use and queued.
         max_running: the most requests that may run.
-        prefill_tokens: prompt tokens that were computed since the start.
-        prefill_us: microseconds that this took.
+        prefill_tokens: prompt tokens computed since the start.
+        prefill_us: microseconds spent on these tokens.
     """
 
     running: int
@@ -53,10 +53,12 @@ class LoadStat:
 
     @classmethod
     def of(cls, message: object) -> Self:
-        """Read a decoded payload by position: the first version had six entries, and what a later one adds is left out.
+        """Read a decoded payload by position: the first version had six entries, and entries of later versions are
+        ignored.
 
         Raises:
-            ValueError: it is not an array of that tag with at least six entries, or one of those is not an integer.
+            ValueError: the message is not an array with this tag and at least six entries, or an entry is not an
+                integer.
         """
         if not isinstance(message, Sequence) or isinstance(message, str | bytes) or len(message) < FIRST_VERSION:
             raise ValueError(f"a {_TAG} is an array of at least {FIRST_VERSION} entries, got {message!r:.80}")
@@ -75,10 +77,10 @@ class LoadStat:
 
 
 class LoadPublisher:
-    """Decides for one rank when its load goes out, and numbers what does.
+    """Decides for one rank when to publish its load, and numbers the messages.
 
     Args:
-        interval: of calls that are not forced, every n-th goes on.
+        interval: every n-th call that is not forced publishes.
     """
 
     __slots__ = ("_calls", "_interval", "_last", "_last_s", "number")
@@ -92,7 +94,7 @@ class LoadPublisher:
         self.number = 0
 
     def is_due(self, *, force: bool = False) -> bool:
-        """Count a call, and say whether it goes on, so that the load is read."""
+        """Count a call; return whether the load is to be read and published."""
         self._calls += 1
         if not force and self._calls < self._interval:
             return False
@@ -100,14 +102,16 @@ class LoadPublisher:
         return True
 
     def next_number(self, stat: LoadStat, now_s: float) -> int | None:
-        """The number of a load that goes out; None: it is as it was last sent, within the heartbeat."""
+        """Return the number of a load message; None if the load is unchanged within the heartbeat, so it is not
+        sent.
+        """
         if stat == self._last and now_s - self._last_s < HEARTBEAT_S:
             return None
         number, self.number = self.number, self.number + 1
         return number
 
     def sent(self, stat: LoadStat, now_s: float) -> None:
-        """Note that a load has gone out. A message whose sending failed has still used its number."""
+        """Note that a load was sent. A failed message also uses its number."""
         self._last, self._last_s = stat, now_s
 
 
@@ -116,8 +120,8 @@ class LoadReading(NamedTuple):
 
     Attributes:
         stat: the load.
-        number: of the message; of loads that are polled, how many polls were answered before.
-        age_ms: how long ago it was sent, or polled, in milliseconds.
+        number: the number of the message; for polled loads, the number of polls answered before.
+        age_ms: time since it was sent or polled, in milliseconds.
     """
 
     stat: LoadStat
@@ -126,5 +130,5 @@ class LoadReading(NamedTuple):
 
     @property
     def is_fresh(self) -> bool:
-        """Whether it is no older than three heartbeats: one may be lost."""
+        """Whether it is at most three heartbeats old, which allows for a lost message."""
         return self.age_ms <= 3000.0 * HEARTBEAT_S

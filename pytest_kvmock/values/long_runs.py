@@ -1,11 +1,11 @@
-"""What a long run does about Python's collector of cycles: it has it look less often, and never turns it off.
+"""Settings of Python's cyclic garbage collector during long runs: it runs less often, but is never turned off.
 
-A run keeps the data of its report: requests, events, the times of tokens. None of that is garbage, and by default the
-collector looks through it again after each 700 objects. `long_run` raises that threshold while a run lasts.
+A run keeps the data of its report: requests, events, token times. None of this is garbage, but by default the collector
+scans it again after each 700 objects. `long_run` raises that threshold during a run.
 
-The process is the user's, so that nothing is changed where the user has chosen otherwise, or where engines are served,
-which may run for days next to code that is not ours. What makes cycles meanwhile (a router, a hook) has them collected
-as before, only a little later.
+The process belongs to the user, so nothing changes if the user has set other thresholds, or if the process serves
+engines, possibly for days next to other code. Cycles made during a run (by a router or a hook) are still collected,
+only slightly later.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Final
 from weakref import WeakSet
 
 RAISED: Final = 50_000
-"""New objects after which the collector looks through the youngest: some megabytes of them. More gains nothing
-measurable."""
+"""New objects (some megabytes) after which the collector scans the youngest generation. A higher value gains nothing
+measurable.
+"""
 
 _DEFAULTS: Final = frozenset({(700, 10, 10), (2_000, 10, 10), (2_000, 10, 0)})
-"""Thresholds with which an interpreter starts: up to 3.12, and in those after it."""
+"""Default thresholds of the interpreter: up to 3.12, and later."""
 
 _lock: Final = Lock()
 _servers: Final[WeakSet[object]] = WeakSet()
@@ -31,11 +32,12 @@ _found: list[tuple[int, int, int]] = []  # the thresholds to restore: empty, or 
 
 @contextmanager
 def long_run() -> Iterator[None]:
-    """Have the collector of cycles look less often meanwhile, and as before afterwards, whatever happens.
+    """Let the cyclic garbage collector run less often in this context, and restore its setting at the end, also after
+    errors.
 
-    Nothing changes where it is off, its thresholds are not those of Python, or engines are served in this process. Of
-    runs inside each other, or in several threads, the one that came first counts. Thresholds that are set meanwhile
-    stand.
+    Nothing changes if the collector is off, its thresholds are not Python's defaults, or this process serves engines.
+    With nested runs, or runs in several threads, the first one counts. Thresholds set by other code during the run
+    stay.
     """
     with _lock:
         found = gc.get_threshold()
@@ -52,16 +54,14 @@ def long_run() -> Iterator[None]:
 
 
 def begin_serving(server: object) -> None:
-    """Leave the collector alone from now on, as it was before a run that is under way, until this server's
-    `end_serving`.
-    """
+    """Restore the collector's setting now and leave it unchanged until this server's `end_serving`."""
     with _lock:
         _servers.add(server)
         _go_back()
 
 
 def end_serving(server: object) -> None:
-    """A server has ended; one that is not known is not an error."""
+    """Note that a server has ended; an unknown server is not an error."""
     with _lock:
         _servers.discard(server)
 

@@ -20,11 +20,11 @@ Block: TypeAlias = int | UUID
 
 
 class MoveError(KvMockError, ValueError):
-    """A move breaks a rule of the manager it was sent to; nothing has changed. The message names block and rule."""
+    """A move breaks a rule of its manager; nothing has changed. The message names block and rule."""
 
 
 class _Move:
-    """Base of moves: a repr that shows hashes as messages do."""
+    """Base of moves, with a repr that shows hashes as messages do."""
 
     __slots__ = ()
 
@@ -46,10 +46,10 @@ class Use(_Move):
     """Make these blocks active, in order.
 
     Attributes:
-        blocks: the blocks; full ones that are not cached are stored, partial ones get an empty block.
-        local_hashes: local hash of each *full* block of `blocks`; or an empty list: events then have 0.
-        plhs: lineage hash of each full block; None is the same as none of them.
-        token_ids: token ids of each full block, to travel with the event; None: unknown.
+        blocks: the blocks; full blocks that are not cached are stored, partial ones get an empty block.
+        local_hashes: local hash of each *full* block of `blocks`; if empty, events have 0.
+        plhs: lineage hash of each full block; None or empty: unknown.
+        token_ids: token ids of each full block, sent with the event; None: unknown.
         parent: the block before the first; None when the first is a root.
     """
 
@@ -73,7 +73,7 @@ class Deref(_Move):
 
 @dataclass(slots=True, repr=False)
 class Destroy(_Move):
-    """Delete these blocks whatever their references; dynamo-mocker 1.0.2 alone has this move."""
+    """Delete these blocks regardless of references; only dynamo-mocker 1.0.2 has this move."""
 
     blocks: Sequence[Block]
 
@@ -88,7 +88,7 @@ class Promote(_Move):
         parent: sequence hash of the block before it; None for a root.
         local_hash: its local hash.
         plh: its lineage hash.
-        token_ids: its token ids, to travel with the event.
+        token_ids: its token ids, sent with the event.
     """
 
     partial: UUID

@@ -1,4 +1,6 @@
-"""Positional lineage hashes (PLH): 128 bits of position, parent and own fragment, on which block managers key."""
+"""Positional lineage hashes (PLH): 128 bits of position, parent fragment and own fragment, the keys of block
+managers.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +11,16 @@ MAX_POSITION: Final = 2**24 - 1
 """The last position that a lineage hash can name."""
 
 # Layout A of dynamo-tokens (1.2.1 and before), from the most significant bit: mode (2 bits), position, parent
-# fragment, own fragment. The mode is chosen by position, and decides how wide the fragments are. An own fragment is
-# cut to the width that the *next* position has for its parent, so that a child's parent fragment always equals its
-# parent's own, across the borders at 256 and 65,536 too.
+# fragment, own fragment. The position determines the mode, and the mode the width of the fragments. An own fragment is
+# cut to the width that the *next* position has for its parent fragment, so a child's parent fragment always equals its
+# parent's own fragment, also across the borders at 256 and 65,536.
 
 _FRAGMENT_BITS: Final = (59, 55, 51)  # by mode; the position has 8, 16 and 24 bits
 _MASK59: Final = 2**59 - 1
 
 
-# Positions whose hashes are alike: the first, the one after the last, mode, bits of the parent's fragment and the own
-# one's.
+# Ranges of positions with one layout: first position, position after the last, mode, bits of the parent fragment and of
+# the own fragment.
 _STRETCHES: Final = (
     (0, 2**8 - 1, 0, 59, 59),
     (2**8 - 1, 2**8, 0, 59, 55),
@@ -33,12 +35,12 @@ def _mode(position: int) -> int:
 
 
 def lineage_hash(current: int, parent: int | None, position: int) -> int:
-    """Positional lineage hash of a block, as a plain 128-bit integer.
+    """Return the positional lineage hash of a block, as a plain 128-bit integer.
 
     Args:
         current: the block's sequence hash, u64.
         parent: sequence hash of the block before it; None for a root.
-        position: how many blocks stand before it, from 0 to 2**24 - 1.
+        position: number of blocks before it, from 0 to 2**24 - 1.
 
     Raises:
         ValueError: the position is out of range.
@@ -56,7 +58,7 @@ def lineage_hash(current: int, parent: int | None, position: int) -> int:
 
 
 def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None, start: int = 0) -> list[int]:
-    """Lineage hashes of consecutive blocks; the first stands at position `start` after block `parent`."""
+    """Return the lineage hashes of consecutive blocks; the first has position `start` and parent `parent`."""
     end = start + len(sequence_hashes)
     if start < 0 or end > MAX_POSITION + 1:  # lineage_hash says which position is out of range
         above = [parent, *sequence_hashes[:-1]]
@@ -69,7 +71,7 @@ def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None,
         low, high = max(first, start), min(last, end)
         if low >= high:
             continue
-        # As in lineage_hash, without a call for each; + is quicker than |.
+        # As in lineage_hash, without a call for each; + is faster than |.
         mask = (1 << own_bits) - 1
         own = [current & mask for current in sequence_hashes[low - start : high - start]]
         step = 1 << (2 * bits)
@@ -81,12 +83,12 @@ def lineage_hashes(sequence_hashes: Sequence[int], *, parent: int | None = None,
 
 
 class LineageHashes(Sequence[int]):
-    """The lineage hashes of consecutive blocks, which are made when somebody looks at them. Compares as a list of them.
+    """The lineage hashes of consecutive blocks, made on demand; they compare like a list.
 
     Args:
-        names: sequence hashes of the blocks; not to be changed.
+        names: sequence hashes of the blocks; do not change the list.
         parent: the name of the block before the first; None for a root.
-        start: the position of the first.
+        start: the position of the first block.
     """
 
     __slots__ = ("_made", "_names", "_parent", "_start")
@@ -129,12 +131,12 @@ class LineageHashes(Sequence[int]):
         return repr(self._all())
 
     def part(self, start: int, end: int) -> LineageHashes:
-        """The hashes of some of the blocks."""
+        """Return the hashes of some of the blocks."""
         parent = self._names[start - 1] if start else self._parent
         return LineageHashes(self._names[start:end], parent, self._start + start)
 
     def are_of(self, names: Sequence[int], parent: int | None, start: int) -> bool:
-        """Whether they were asked for of these blocks; they may be the same all the same."""
+        """Whether they were made for these arguments; if not, they may still be equal."""
         return self._names == names and self._parent == parent and self._start == start
 
 
@@ -146,17 +148,17 @@ def are_lineage(plhs: Sequence[int], names: list[int], *, parent: int | None = N
 
 
 def lineage_position(plh: int) -> int:
-    """Position of the block in its sequence, from 0."""
+    """Return the position of the block in its sequence, from 0."""
     bits = _FRAGMENT_BITS[plh >> 126]
     return (plh >> (2 * bits)) & ((1 << (126 - 2 * bits)) - 1)
 
 
 def lineage_fragment(plh: int) -> int:
-    """The low bits of the block's own sequence hash that the lineage hash keeps."""
+    """Return the low bits of the block's own sequence hash that the lineage hash keeps."""
     return plh & ((1 << _FRAGMENT_BITS[plh >> 126]) - 1)
 
 
 def lineage_parent_fragment(plh: int) -> int:
-    """The low bits of the parent's sequence hash that the lineage hash keeps; 0 for a root."""
+    """Return the low bits of the parent's sequence hash that the lineage hash keeps; 0 for a root."""
     bits = _FRAGMENT_BITS[plh >> 126]
     return (plh >> bits) & ((1 << bits) - 1)

@@ -1,7 +1,7 @@
-"""What a prompt carries in addition to its tokens: a LoRA adapter, a cache salt, multimodal items, a session.
+"""The keys that a prompt carries in addition to its tokens: a LoRA adapter, a cache salt, multimodal items, a session.
 
-Engines name blocks by the first three, so that requests of two adapters or two tenants share nothing; the session names
-nothing, and travels with events.
+The first three are part of block names, so requests of two adapters or two tenants share nothing. The session is not
+part of block names and travels with events.
 
 One subject: these keys, of a prompt and of the events about its blocks.
 """
@@ -20,29 +20,28 @@ from xxhash import xxh3_64_intdigest
 from pytest_kvmock.values.checks import is_integer, is_utf8
 
 EventExtra: TypeAlias = Mapping[str, Any]
-"""What travels with an event, under the names that it has on the wire; what is not there is absent.
+"""The fields that travel with an event, by their names on the wire; missing fields are absent.
 
-`lora_id`, `lora_name`, `cache_salt`, `session_id`; and `extra_keys`: per block, what vLLM hashes with its tokens (a
-tuple, or None): the adapter's name, `(identifier, offset)` of each multimodal item, in the first block the salt.
-`lora_path` is on no wire. `lookahead_token_ids`: `LOOKAHEAD`. Of a cache group `group_idx`, `kv_cache_spec_kind` and
-`kv_cache_spec_sliding_window` (`group_extra`). TensorRT-LLM's have `window_size`, in tokens; a Stored `cache_levels`
-and `priorities` of each block, a Cleared that is its created `blocks_per_level`; and in process, on no wire,
-`silently_gone`: names that have left without a Removed since its window's last event. `full_report` is on no wire
-either: a Stored of vLLM that says again what a look-up hit (`is_report`).
+`lora_id`, `lora_name`, `cache_salt`, `session_id`; and `extra_keys`: per block, the values that vLLM hashes with its
+tokens (a tuple, or None): the adapter's name, `(identifier, offset)` of each multimodal item, and in the first block
+the salt. `lora_path` is on no wire. `lookahead_token_ids`: `LOOKAHEAD`. A cache group has `group_idx`,
+`kv_cache_spec_kind` and `kv_cache_spec_sliding_window` (`group_extra`). TensorRT-LLM's events have `window_size`, in
+tokens; a Stored has `cache_levels` and `priorities` of each block, a Cleared made from its created event has
+`blocks_per_level`. In process only, they have `silently_gone`: names evicted without a Removed since the window's last
+event. `full_report` is on no wire either: it marks a Stored of vLLM that repeats the hits of a look-up (`is_report`).
 """
 
 LOOKAHEAD: Final = "lookahead_token_ids"
-"""The key with a Stored whose names look ahead: for each block that it names, the tokens after it that its name
-covers too."""
+"""The key of a Stored whose names look ahead: for each block, the next tokens that its name also covers."""
 
 LOOKAHEAD_KEYS: Final = "lookahead_keys"
-"""On no wire: `extra_keys` of names that look ahead at multimodal items, with those items."""
+"""Not on the wire: `extra_keys` of names that look ahead at multimodal items, including those items."""
 
 FULL_ATTENTION: Final = "full_attention"
-"""The kind of cache (`kv_cache_spec_kind` in vLLM's events) that engines with one cache have."""
+"""The cache kind (`kv_cache_spec_kind` in vLLM's events) of engines with one cache."""
 
 _WHOLE_PREFIX: Final = frozenset({FULL_ATTENTION, "mla_attention", "sink_full_attention"})
-"""Kinds that keep all blocks of a prefix; the others keep a chunk, a window, or a state."""
+"""Kinds that keep all blocks of a prefix; other kinds keep a chunk, a window or a state."""
 
 _OF_A_GROUP: Final = ("group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
 
@@ -50,17 +49,17 @@ _DIGEST: Final = re.compile(r"[0-9a-fA-F]{64}", re.ASCII)
 
 
 FULL_REPORT: Final = "full"
-"""The mode (`kv_cache_report_mode`) of a request of vLLM whose hits are published again at each look-up."""
+"""The mode (`kv_cache_report_mode`) of a vLLM request whose hits are published again at each look-up."""
 
 REPORT: Final = "full_report"
-"""What travels with a Stored of an engine in process that is a full report."""
+"""The key of an in-process Stored that is a full report."""
 
 INCREMENTAL_REPORT: Final = "incremental"
-"""The mode of all others."""
+"""The mode of all other requests."""
 
 
 def report_mode_of(value: object) -> str | None:
-    """The mode that a request has: "full", or None; what is neither is left out, with a warning."""
+    """Return the mode of a request, "full" or None; other values are ignored, with a warning."""
     if value == FULL_REPORT:
         return FULL_REPORT
     if value not in (None, INCREMENTAL_REPORT):
@@ -76,7 +75,7 @@ class LoadFrom(NamedTuple):
     """A tier that a request may load from: an entry of vLLM's `kv_load_tiers`. None matches anything.
 
     Attributes:
-        medium: "STORAGE", or another one.
+        medium: "GPU", "CPU" or "STORAGE".
         locality: "LOCAL" or "REMOTE".
     """
 
@@ -88,16 +87,15 @@ _MEDIA: Final = ("GPU", "CPU", "STORAGE")
 
 
 def load_tiers_of(value: object) -> tuple[LoadFrom, ...] | None:
-    """The tiers below the host that a request may load from; None: all.
+    """Return the tiers below the host that a request may load from; None: all.
 
-    Entries that are no medium are left out, with a warning, as vLLM leaves them out; where none is left, all are
-    allowed.
+    Entries with an unknown medium are ignored, with a warning, as in vLLM; if none is left, all tiers are allowed.
 
     Args:
         value: a list of mappings of "medium" and "locality"; an empty one allows none.
 
     Raises:
-        ValueError: it is no list.
+        ValueError: `value` is not a list.
     """
     if value is None:
         return None
@@ -132,10 +130,11 @@ class MultimodalItem(NamedTuple):
 
 
 def mm_hash(identifier: str) -> int:
-    """The u64 that represents a multimodal item in Dynamo's local hashes.
+    """Return the u64 that represents a multimodal item in Dynamo's local hashes.
 
-    The first 16 of an identifier's 64 hexadecimal digits, as vLLM's are (Dynamo, `parse_mm_hash_from_extra_key`).
-    Dynamo leaves out any other; here it is the XXH3-64 of the text, so that short names of a test differ too.
+    It is the first 16 of an identifier's 64 hexadecimal digits, the form of vLLM's identifiers (Dynamo,
+    `parse_mm_hash_from_extra_key`). Dynamo ignores other identifiers; here it is the XXH3-64 of the text, so that short
+    names in tests also differ.
     """
     return int(identifier[:16], 16) if _DIGEST.fullmatch(identifier) else xxh3_64_intdigest(identifier.encode())
 
@@ -146,20 +145,19 @@ class PromptKeys:
 
     Attributes:
         lora_name: name of the adapter; None if there is none.
-        cache_salt: a tenant's salt, or namespace; None if there is none.
-        multimodal: the multimodal items, in the order of their offsets. No two have a token in common: vLLM looks at
-            them one after the other, and of two at once (a video and the sound of it) it would name most blocks by the
-            first.
-        session_id: which session it belongs to; None if there is none. It names no block.
-        lora_path: the adapter's path; vLLM 0.33 hashes it, and no other engine does.
-        report_mode: vLLM's `kv_cache_report_mode`: with "full" the hits of a look-up are published again. It names no
-            block. Any other text is what the engine does by itself, and is kept as None.
-        load_tiers: which tiers below its host an engine of vLLM may load from for it (`kv_load_tiers`); None: all. It
-            names no block.
+        cache_salt: a tenant's salt or namespace; None if there is none.
+        multimodal: the multimodal items, in the order of their offsets. No two share a token: vLLM processes them one
+            after the other, and would name most blocks of two overlapping items (a video and its sound) by the first
+            only.
+        session_id: its session; None if there is none. Not part of block names.
+        lora_path: the adapter's path; only vLLM 0.33 hashes it.
+        report_mode: vLLM's `kv_cache_report_mode`: with "full", the hits of a look-up are published again. Not part of
+            block names. Any other text means the engine's default and is kept as None.
+        load_tiers: the tiers below its host that vLLM may load from for it (`kv_load_tiers`); None: all. Not part of
+            block names.
 
     Raises:
-        ValueError: an invalid or empty text; an item that is not (identifier, offset, length); or items that
-            overlap.
+        ValueError: a text is invalid or empty, an item is not (identifier, offset, length), or items overlap.
     """
 
     lora_name: str | None = None
@@ -201,15 +199,15 @@ class PromptKeys:
 
     @property
     def naming(self) -> list[str]:
-        """Names of the fields by which blocks are named: all that are given but the session."""
+        """Names of the given fields that are part of block names."""
         return [name for name in self.given if name not in ("session_id", "lora_path", "report_mode", "load_tiers")]
 
     def named(self) -> Self | None:
-        """The same without what names no block; None if nothing is left."""
+        """Return the keys that are part of block names; None if there are none."""
         return replace(self, session_id=None, report_mode=None, load_tiers=None) if self.naming else None
 
     def check_fits(self, num_tokens: int) -> None:
-        """Raise a ValueError for an item that ends behind the last of `num_tokens` tokens."""
+        """Raise a ValueError for an item that exceeds `num_tokens` tokens."""
         for identifier, offset, length in self.multimodal:
             if offset + length > num_tokens:
                 raise ValueError(
@@ -219,25 +217,26 @@ class PromptKeys:
                 )
 
     def block_keys(self, position: int, block_size: int, lookahead: int = 0) -> tuple[Any, ...] | None:
-        """What vLLM hashes with the tokens of one block, untagged, as it is on the wire; None for nothing.
+        """Return the values that vLLM hashes with the tokens of one block, untagged, as on the wire; None if there are
+        none.
 
         Args:
-            position: how many blocks stand before it.
-            block_size: tokens a block.
-            lookahead: how many of the next tokens count as its own, as in names that look ahead; on the wire they do
+            position: number of blocks before it.
+            block_size: tokens per block.
+            lookahead: number of next tokens that count as its own, as in names that look ahead; on the wire they do
                 not.
         """
         keys: list[Any] = [] if self.lora_name is None else [self.lora_name]
         start = position * block_size
         for identifier, offset, length in self.multimodal:
             if offset < start + block_size + lookahead and offset + length > start:
-                keys.append((identifier, offset - start))  # below 0 where it began in a block before
+                keys.append((identifier, offset - start))  # below 0 if it began in an earlier block
         if self.cache_salt is not None and not position:
             keys.append(self.cache_salt)
         return tuple(keys) or None
 
     def mm_hashes(self, start: int, end: int, block_size: int) -> list[list[int]] | None:
-        """Per block from `start` to `end`, the u64 of each multimodal item in it; None if there are no items at all."""
+        """Return, for each block from `start` to `end`, the u64 of each multimodal item in it; None without items."""
         if not self.multimodal:
             return None
         hashes: list[list[int]] = []
@@ -247,13 +246,13 @@ class PromptKeys:
         return hashes
 
     def carried(self, start: int, end: int, block_size: int, lora_ids: LoraIds | None = None) -> dict[str, Any]:
-        """What travels with an event that stores the blocks from `start` to `end` of the prompt.
+        """Return the fields of an event that stores the blocks from `start` to `end` of the prompt.
 
         Args:
             start: the first block.
-            end: the one after the last.
-            block_size: tokens a block.
-            lora_ids: the numbers of the engine that stores them; None: no engine does, as in a look-up.
+            end: the block after the last one.
+            block_size: tokens per block.
+            lora_ids: the adapter numbers of the storing engine; None: there is no engine, as in a look-up.
         """
         found: dict[str, Any] = {}
         if self.lora_name is not None:
@@ -271,9 +270,9 @@ class PromptKeys:
 
 
 class LoraIds:
-    """The numbers of adapters in one engine process: from 1, in the order of first use, or of loading.
+    """The numbers of adapters in one engine process: from 1, in the order of first use or loading.
 
-    They mean nothing to another engine, nor to the same one after a restart. A number is never given twice.
+    Other engines, and the same engine after a restart, have different numbers. A number is never given twice.
     """
 
     __slots__ = ("_by_name", "_last")
@@ -288,35 +287,37 @@ class LoraIds:
             self.of(keys.lora_name)
 
     def of(self, lora_name: str) -> int:
-        """The number of an adapter."""
+        """Return the number of an adapter."""
         if lora_name not in self._by_name:
             self.load(lora_name)
         return self._by_name[lora_name]
 
     def load(self, lora_name: str) -> int:
-        """Give an adapter the next number, whether or not it had one before; returns it."""
+        """Give an adapter the next number, even if it already had one, and return it."""
         self._last += 1
         self._by_name[lora_name] = self._last
         return self._last
 
     def unload(self, lora_name: str) -> None:
-        """Forget an adapter: loaded again, it gets another number."""
+        """Forget an adapter; when it is loaded again, it gets another number."""
         self._by_name.pop(lora_name, None)
 
     def looked_up(self, lora_name: str) -> int:
-        """The number of an adapter that is only looked up: it is not remembered, and the next one gets it too."""
+        """Return the number of an adapter for a look-up; a new number is not kept, and the next adapter also gets
+        it.
+        """
         return self._by_name.get(lora_name, self._last + 1)
 
 
 def hashed_lora_id(lora_name: str) -> int:
-    """The number that vLLM 0.9 hashes for an adapter, from 1 to 2**31 - 1; here made from the name, so that names of
-    blocks stay.
+    """Return the number that vLLM 0.9 hashes for an adapter, from 1 to 2**31 - 1; here it is made from the name, so
+    that block names are stable.
     """
     return xxh3_64_intdigest(lora_name.encode()) % (2**31 - 1) + 1
 
 
 def _check_text(name: str, value: str) -> None:
-    """Raise a ValueError for a text that cannot be hashed, nor written on a wire."""
+    """Raise a ValueError for a text that cannot be hashed or written on a wire."""
     if not is_utf8(value):
         raise ValueError(f"{name} must be text that UTF-8 can write, got {value!r:.80}")
 
@@ -353,17 +354,17 @@ def _span(item: MultimodalItem) -> str:
 
 
 def is_report(extra: EventExtra | None) -> bool:
-    """Whether a Stored says again what a look-up hit; on a wire nothing shows it."""
+    """Whether a Stored repeats the hits of a look-up; nothing on the wire shows it."""
     return extra is not None and REPORT in extra
 
 
 def names_blocks(extra: EventExtra | None) -> bool:
-    """Whether blocks are named by something of what travels with their event."""
+    """Whether the fields of an event include keys that are part of block names."""
     return extra is not None and any(extra.get(key) for key in ("lora_name", "cache_salt", "extra_keys"))
 
 
 def group_of(extra: EventExtra | None) -> int:
-    """The cache group that an event is about, from its `group_idx`; 0 where it has none.
+    """Return the cache group of an event, from its `group_idx`; 0 if it has none.
 
     vLLM publishes the blocks of a hybrid model once for each of its groups, under the same hashes.
     """
@@ -374,15 +375,15 @@ def group_of(extra: EventExtra | None) -> int:
 def group_extra(
     group_idx: int, kind: str = FULL_ATTENTION, window: int | None = None, extra: EventExtra | None = None
 ) -> dict[str, Any] | None:
-    """What travels with a Stored of a cache group; with a Removed it is the `group_idx` alone.
+    """Return the fields of a Stored of a cache group; a Removed has only the `group_idx`.
 
-    Group 0, full attention and no window are what engines with one cache have, and travel with no event.
+    Group 0, full attention and no window are the values of engines with one cache, and travel with no event.
 
     Args:
-        group_idx: which group, from 0.
+        group_idx: number of the group, from 0.
         kind: its kind, as vLLM's `kv_cache_spec_kind`.
         window: tokens of its window, if it has one.
-        extra: what else travels with the event.
+        extra: the other fields of the event.
     """
     found = dict(extra or {})
     if group_idx:
@@ -395,39 +396,36 @@ def group_extra(
 
 
 def has_window_size(extra: EventExtra | None) -> bool:
-    """Whether an event says its window, as TensorRT-LLM's do: its last block may be partial, and leaves may go
-    without a word.
+    """Whether an event has a window size, as TensorRT-LLM's do: its last block may be partial, and leaves may be
+    evicted without an event.
     """
     return extra is not None and "window_size" in extra
 
 
 def is_of_group(extra: EventExtra | None) -> bool:
-    """Whether an event says of which cache group it is, as those of a hybrid model do but for group 0 of full
-    attention.
-    """
+    """Whether an event names its cache group, as those of a hybrid model do, except for group 0 of full attention."""
     return extra is not None and any(name in extra for name in _OF_A_GROUP)
 
 
 def group_kind(extra: EventExtra | None) -> str | None:
-    """The kind of the cache group that a Stored is about; None if the event says that it has none."""
+    """Return the kind of a Stored's cache group; None if the event says that there is no kind."""
     kind = FULL_ATTENTION if extra is None else extra.get("kv_cache_spec_kind", FULL_ATTENTION)
     return kind if isinstance(kind, str) else None
 
 
 def is_attention_group(extra: EventExtra | None) -> bool:
-    """Whether a Stored is about an attention group: one that keeps every block of a prefix, which is what routers ask
-    for.
+    """Whether a Stored is about an attention group, which keeps every block of a prefix; routers query these.
 
-    A router takes a wire without a kind for one of full attention alone.
+    Without a kind on the wire, a router assumes full attention only.
     """
     kind = group_kind(extra)
     return kind is None or kind == "unknown" or kind in _WHOLE_PREFIX
 
 
 def may_be_sparse(extra: EventExtra | None) -> bool:
-    """Whether the cache group that a Stored is about may leave blocks of a span out, as far as its kind says it.
+    """Whether the cache group of a Stored may leave out blocks of a span, by its kind.
 
-    One that says neither a kind nor a group is of full attention, as engines with one cache are.
+    A Stored with neither kind nor group is of full attention, as in engines with one cache.
     """
     kind = group_kind(extra)
     return bool(group_of(extra)) if kind is None else kind not in _WHOLE_PREFIX
@@ -436,15 +434,15 @@ def may_be_sparse(extra: EventExtra | None) -> bool:
 def is_tail(
     blocks: int, token_ids: Sequence[Sequence[int]] | None, block_size: int | None, *, parent_is_missing: bool
 ) -> bool:
-    """Whether a Stored of an attention group names a prompt's tail: a block once more, by a part of its tokens.
+    """Whether a Stored of an attention group names a prompt's tail: part of a block's tokens under a second name.
 
-    Its size shows it. Where the size of blocks is not known yet, a parent that no block is shows it: it may be in the
-    middle of a block, too.
+    Its size shows this. If the block size is not known yet, a parent that is not held shows it, because the parent may
+    end in the middle of a block.
 
     Args:
-        blocks: how many blocks it names; a tail is one.
-        token_ids: of each block, as they came.
-        block_size: tokens a block of the group; None: unknown.
+        blocks: number of its blocks; a tail has one.
+        token_ids: the token ids of each block, as received.
+        block_size: tokens per block of the group; None: unknown.
         parent_is_missing: whether it has a parent that is not held.
     """
     if blocks != 1 or not token_ids or len(token_ids) != 1:
@@ -454,7 +452,7 @@ def is_tail(
 
 
 def hash_options(extra: EventExtra | None) -> dict[str, Any]:
-    """The options of `block_hashes` for the blocks of an event, from what travels with it."""
+    """Return the options of `block_hashes` for the blocks of an event, from its fields."""
     if not extra:
         return {}
     options = {"lora_name": extra.get("lora_name"), "cache_namespace": extra.get("cache_salt")}
@@ -464,21 +462,21 @@ def hash_options(extra: EventExtra | None) -> dict[str, Any]:
 
 
 def block_keys(extra: EventExtra) -> Sequence[Any]:
-    """The `extra_keys` of an event, one entry a block; empty if there are none."""
+    """Return the `extra_keys` of an event, one entry per block; empty if there are none."""
     return _listed(extra.get("extra_keys"))
 
 
 def _listed(value: object) -> Sequence[Any]:
-    """The value, if it is a list or tuple; else nothing: what came over a wire may be anything."""
+    """Return the value if it is a list or tuple, else an empty tuple; a value from a wire may have any type."""
     return value if isinstance(value, (list, tuple)) else ()
 
 
 def part_of(extra: EventExtra | None, places: Iterable[int]) -> EventExtra | None:
-    """What travels with an event of some blocks only.
+    """Return the fields of an event that has only some of the blocks.
 
     Args:
-        extra: of the whole event.
-        places: which of its blocks, from 0.
+        extra: the fields of the full event.
+        places: the positions of these blocks, from 0.
     """
     if extra is None:
         return None
@@ -491,15 +489,14 @@ def part_of(extra: EventExtra | None, places: Iterable[int]) -> EventExtra | Non
 
 
 def keys_looked_at(extra: EventExtra, block_size: int, lookahead: int) -> EventExtra:
-    """What travels with an event whose names look ahead, with the items in `extra_keys` that the names of its blocks
-    cover.
+    """Return the fields of an event whose names look ahead, with all covered items in `extra_keys`.
 
-    An event from a wire does not have those that begin behind its last block.
+    An event from a wire lacks the items that begin after its last block.
 
     Args:
-        extra: what travels with the event.
-        block_size: tokens a block.
-        lookahead: how many of the next tokens a name covers too.
+        extra: the fields of the event.
+        block_size: tokens per block.
+        lookahead: number of next tokens that a name also covers.
     """
     if LOOKAHEAD_KEYS in extra:
         return {**extra, "extra_keys": extra[LOOKAHEAD_KEYS]}

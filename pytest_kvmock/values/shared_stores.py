@@ -1,6 +1,6 @@
-"""Stores that workers share, as a fleet's configuration names them: `stores={"disk": {"kind": "files", ...}}`.
+"""Stores that workers share, as given in a fleet's configuration: `stores={"disk": {"kind": "files", ...}}`.
 
-No event tells which worker can load from which store.
+The configuration is needed because no event says which worker can load from which store.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ STORE_KINDS: Final[Mapping[str, StorageTier]] = MappingProxyType(
         "hicache": StorageTier.EXTERNAL,
     }
 )
-"""Kinds of stores, each with the tier that its blocks have in events: files and objects of vLLM's tiers (`STORAGE`),
-Mooncake below vLLM (`cpu`), and LMCache's server (`CPU`), whose streams alone take back what they announced. Of
-HiCache's third level workers say nothing: Mooncake's master does, in a stream of its own (`MasterMessage`)."""
+"""Kinds of stores, each with the tier of its blocks in events: files and objects of vLLM's tiers (`STORAGE`), Mooncake
+below vLLM (`cpu`), and LMCache's server (`CPU`). Only LMCache's streams remove announced blocks. Workers publish
+nothing about HiCache's third level; Mooncake's master does, in a separate stream (`MasterMessage`).
+"""
 
 _IN_TIME: Final[Mapping[str, Any]] = {"gbps": 14.0, "bytes_per_token": 160_000}
 _DEFAULTS: Final[Mapping[str, Mapping[str, Any]]] = {
@@ -55,12 +56,12 @@ class StoreSpec:
         name: its name.
         kind: one of `STORE_KINDS`.
         workers: the workers that can load from it.
-        options: what else was said of it. Of "mooncake" and "lmcache": `capacity`, in objects (one a block and share of
-            the heads) or chunks, of which the oldest go (None: no limit); `gbps` and `bytes_per_token`, as of `Tiers`.
-            Of "mooncake": `ranks` of tensor parallelism, `heads` of the model, whether blocks of generated tokens are
-            put (`save_decode`), and whether a look-up is answered a step later (`lookup_async`). Of "lmcache": `chunk`,
-            in tokens, and `log`, in records. Of "hicache": `capacity` in objects, and the fields of a `MooncakeLayout`,
-            where an empty `tag` or `model` is none.
+        options: its other options. For "mooncake" and "lmcache": `capacity`, in objects (one per block and share of the
+            heads) or chunks, with the oldest evicted first (None: no limit); `gbps` and `bytes_per_token`, as in
+            `Tiers`. For "mooncake": `ranks` of tensor parallelism, `heads` of the model, whether blocks of generated
+            tokens are put (`save_decode`), and whether a look-up is answered one step later (`lookup_async`). For
+            "lmcache": `chunk`, in tokens, and `log`, in records. For "hicache": `capacity` in objects, and the fields
+            of a `MooncakeLayout`; an empty `tag` or `model` means none.
     """
 
     name: str
@@ -69,7 +70,7 @@ class StoreSpec:
     options: Mapping[str, Any] = field(default_factory=dict, hash=False)
 
     def __getitem__(self, option: str) -> Any:
-        """The value of an option, or its default."""
+        """Return the value of an option, or its default."""
         return self.options.get(option, _DEFAULTS[self.kind][option])
 
     @property
@@ -78,16 +79,16 @@ class StoreSpec:
         return STORE_KINDS[self.kind]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what `read_stores` reads of it, in JSON too."""
+        """Return it in the form that `read_stores` reads, which JSON can hold."""
         return {"kind": self.kind, "workers": [*self.workers], **self.options}
 
 
 def note_layout(seen: set[int], block_size: int) -> None:
-    """Note the block size of an engine of a store whose blocks are named by the engine; warn once if there are two.
+    """Note the block size of an engine of a store with engine-named blocks; warn once if there are two sizes.
 
     Args:
-        seen: the sizes so far; it is changed.
-        block_size: tokens a block.
+        seen: the sizes so far; this set is updated.
+        block_size: tokens per block.
     """
     is_new = block_size not in seen
     seen.add(block_size)
@@ -100,13 +101,13 @@ def note_layout(seen: set[int], block_size: int) -> None:
 
 
 class MasterEvent(NamedTuple):
-    """What Mooncake's master says of one object, by its fields on the wire.
+    """An event of Mooncake's master about one object, by its fields on the wire.
 
     Attributes:
         event_type: "stored" or "removed".
-        object_key: its key.
-        tenant_id: whose it is.
-        group_id: of the objects that go together; "" for none.
+        object_key: the key of the object.
+        tenant_id: the tenant that owns it.
+        group_id: the group of objects that belong together; "" for none.
     """
 
     event_type: str
@@ -119,10 +120,10 @@ class MasterMessage(NamedTuple):
     """One message of Mooncake's master.
 
     Attributes:
-        number: 0, 1, 2 ... since the master began.
+        number: 0, 1, 2 ... since the start of the master.
         at_ms: when it was published, in ms.
-        events: what happened.
-        rank: of the master; 0.
+        events: the events of the objects.
+        rank: the master's rank; 0.
     """
 
     number: int
@@ -132,14 +133,14 @@ class MasterMessage(NamedTuple):
 
 
 def read_stores(given: object) -> dict[str, StoreSpec]:
-    """The stores of a fleet, by name.
+    """Read the stores of a fleet; return them by name.
 
     Args:
         given: a mapping of names to mappings of `kind`, `workers`, a list of worker ids, and options of the kind.
 
     Raises:
-        ValueError: it is none, a key or a kind is unknown, an option is not what it must be, or a worker would have two
-            stores in one tier.
+        ValueError: `given` is not such a mapping, a key or kind is unknown, an option is invalid, or a worker would
+            have two stores in one tier.
     """
     if not isinstance(given, Mapping):
         raise ValueError(  # noqa: TRY004 - one error
@@ -167,7 +168,7 @@ def _store(name: object, value: object) -> StoreSpec:
     if not isinstance(value, Mapping):
         raise ValueError(f"{where} must be a mapping of 'kind' and 'workers', got {value!r:.80}")  # noqa: TRY004 - one error
     kind, workers = value.get("kind"), value.get("workers")
-    defaults = {} if kind not in [*STORE_KINDS] else _DEFAULTS[str(kind)]  # it may be unhashable
+    defaults = {} if kind not in [*STORE_KINDS] else _DEFAULTS[str(kind)]  # `kind` may be unhashable
     for key in value:
         if key not in ["kind", "workers", *defaults]:
             raise ValueError(f"{where}: {unknown_text('key', key, ('kind', 'workers', *defaults))}")
@@ -180,7 +181,7 @@ def _store(name: object, value: object) -> StoreSpec:
 
 
 def _option(where: str, value: Any, default: Any) -> Any:
-    """An option as it was given, checked by what its default is."""
+    """Return an option unchanged, after a check by the type of its default."""
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f"{where} must be True or False, got {value!r:.80}")  # noqa: TRY004 - one error

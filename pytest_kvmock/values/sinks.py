@@ -1,11 +1,12 @@
 """Event sinks.
 
-A manager publishes every event to its sink, and what the sink raises does not stop it: that is logged, the event id
-stays consumed (Dynamo, `KvEventPublishers`), and the first exception leaves the manager's call when the move is over.
+A manager publishes every event to its sink. An exception of the sink does not stop it: the exception is logged, the
+event id stays consumed (Dynamo, `KvEventPublishers`), and the first exception is raised from the manager's call when
+the move is over.
 
-An event is one value, a `RouterEvent`, and `publish(event)` takes it. A manager has no worker id and publishes in
-parts; the worker's `EventRecorder` makes the value. Sinks of other shapes are taken wherever a sink is given:
-`event_sink` makes one that takes the value of them, `adapted` one that takes the parts.
+An event is one value, a `RouterEvent`, and `publish(event)` takes it. A manager has no worker id and publishes the
+parts; the worker's `EventRecorder` makes the value. Sinks of other shapes are also accepted: `event_sink` adapts them
+to take the value, `adapted` to take the parts.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ if TYPE_CHECKING:
 class EventSink(Protocol):
     """The protocol of sinks.
 
-    `RouterEvent` has what `KvCacheEventSink` of dynamo-mocker 1.2.1 is given, by the same names (`event_id`, `data`,
-    `dp_rank`). Where a harness gives a sink the events of one worker (`add_sink(sink, worker_id=0)`), and the sink has
-    a method `worker_restarted(dp_rank)`, that is called when a rank of the worker restarts.
+    `RouterEvent` has the values that `KvCacheEventSink` of dynamo-mocker 1.2.1 gets, under the same names (`event_id`,
+    `data`, `dp_rank`). If a harness gives a sink the events of one worker (`add_sink(sink, worker_id=0)`), it calls the
+    sink's method `worker_restarted(dp_rank)`, if there is one, when a rank of the worker restarts.
     """
 
     def publish(self, event: RouterEvent, /) -> object:
@@ -38,10 +39,10 @@ class EventSink(Protocol):
 
 
 class Sink(Protocol):
-    """The receiver of a block manager's events, which come in parts, without a worker.
+    """The receiver of a block manager's events, as parts and without a worker.
 
-    Where a prompt carried more than tokens, a `publish` that has a parameter `extra` is given what travels with the
-    event (`prompt_keys.EventExtra`); one that has none gets the event all the same.
+    If a prompt has keys, a `publish` with a parameter `extra` gets the extra fields of the event
+    (`prompt_keys.EventExtra`); a `publish` without it gets only the event.
     """
 
     def publish(
@@ -50,35 +51,35 @@ class Sink(Protocol):
         """Publish one event.
 
         Args:
-            event: what happened.
-            storage_tier: where.
-            token_ids: for a Stored, the token ids of each block, if the manager was given them.
+            event: the event.
+            storage_tier: the tier of its blocks.
+            token_ids: for a Stored, the token ids of each block, if the manager has them.
         """
 
 
 class TokenSink(Protocol):
-    """A sink that takes the event and its token ids, as `KvCacheEventSink` of earlier releases of dynamo-mocker."""
+    """A sink that takes the event and its token ids, like `KvCacheEventSink` of earlier releases of dynamo-mocker."""
 
     def publish(self, event: KvCacheEvent, token_ids: BlockTokens | None, /) -> object:
         """Publish one event."""
 
 
 GivenSink: TypeAlias = "EventSink | Sink | TokenSink | Callable[..., object]"
-"""A sink as a user gives it: one of three shapes, or a function that takes what their `publish` takes."""
+"""A sink as a user gives it: an object of one of three shapes, or a function with the arguments of their `publish`."""
 
 
 def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
     """Return the sink itself if it takes events as values, else an adapter to it.
 
-    The positional parameters of `publish` show the shape, now; the method is looked up at each event. One with a
-    default counts after the first by its name alone: `storage_tier`, `tier`, `token_ids`, `extra`.
+    The positional parameters of `publish` now show the shape; the method is looked up at each event. After the first, a
+    parameter with a default counts only by its name: `storage_tier`, `tier`, `token_ids`, `extra`.
 
     Args:
         given: an object with a method `publish`, or a function.
-        what: what the message calls it.
+        what: its name in messages.
 
     Raises:
-        TypeError: it is neither; or it takes other arguments, or would have to be awaited or iterated.
+        TypeError: it is neither, takes other arguments, or would have to be awaited or iterated.
     """
     takes, is_function = _shape_of(given, what)
     if takes == 1 and not is_function:
@@ -87,7 +88,7 @@ def event_sink(given: GivenSink, what: str = "sink") -> EventSink:
 
 
 def adapted(given: GivenSink, what: str = "sink") -> Sink:
-    """Return the sink itself if it takes what a manager publishes, else an adapter to it; see `event_sink`."""
+    """Return the sink itself if it takes a manager's parts, else an adapter to it; see `event_sink`."""
     takes, is_function = _shape_of(given, what)
     if takes == 3 and not is_function:
         return given  # type: ignore[return-value]  # as was checked
@@ -95,7 +96,9 @@ def adapted(given: GivenSink, what: str = "sink") -> Sink:
 
 
 def _shape_of(given: GivenSink, what: str) -> tuple[int, bool]:
-    """With how many positional arguments a sink is called, and whether it is called itself, and not its `publish`."""
+    """Return the number of positional arguments of a sink, and whether it is called directly instead of its
+    `publish`.
+    """
     publish = getattr(given, "publish", None)
     if isinstance(given, type):
         raise TypeError(f"{what} is the class {given.__name__}; it must be an object, {given.__name__}()")
@@ -115,7 +118,7 @@ def _shape_of(given: GivenSink, what: str) -> tuple[int, bool]:
 
 
 def _check_runs(call: Callable[..., object], name: str) -> None:
-    """Raise a TypeError for what does nothing when it is called: each event would be lost without a word."""
+    """Raise a TypeError for a function whose call does nothing: every event would be lost silently."""
     while isinstance(call, partial):
         call = call.func
     for each in (call, type(call).__call__):  # for an object, its class decides what a call does
@@ -129,11 +132,11 @@ _SHAPES: Final = "publish(event), publish(event, token_ids) or publish(event, st
 
 
 _KNOWN: Final = ("event", "storage_tier", "tier", "token_ids", "extra")
-"""By these names, parameters with a default are given what is published."""
+"""Names by which parameters with a default get published values."""
 
 
 def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> int:
-    """How many positional arguments a sink is called with: 1, 2 or 3; `unknown` for one without a signature."""
+    """Return the number of positional arguments of a sink: 1, 2 or 3; `unknown` without a signature."""
     try:
         wanted = signature(call)
     except (TypeError, ValueError):
@@ -160,17 +163,17 @@ def _count_arguments(call: Callable[..., object], name: str, unknown: int) -> in
 
 
 _TAKEN: Final[WeakKeyDictionary[FunctionType, int]] = WeakKeyDictionary()
-"""How many arguments methods take that were looked at: each worker and manager of a class of sinks would do it
-again."""
+"""Cache of the argument counts of methods, because each worker and manager would inspect them again."""
 
 
 class AdaptedSink:
-    """A sink of another shape, or a function, as one that takes an event as a value or in parts; see `event_sink`.
+    """An adapter that takes an event as a value or in parts, for a sink of another shape or a function; see
+    `event_sink`.
 
     Args:
-        given: what the user gave.
-        takes: with how many positional arguments it is called.
-        is_function: whether it is called itself, and not its `publish`.
+        given: the sink that the user gave.
+        takes: number of positional arguments of its call.
+        is_function: whether it is called directly instead of its `publish`.
     """
 
     __slots__ = ("_is_function", "_takes", "given")
@@ -187,7 +190,7 @@ class AdaptedSink:
         token_ids: BlockTokens | None = None,
         extra: EventExtra | None = None,
     ) -> None:
-        """Publish as the sink takes it; an event that a manager publishes is one of worker 0."""
+        """Publish in the shape that the sink takes; an event from a manager gets worker 0."""
         call = self.given if self._is_function else self.given.publish
         if not isinstance(event, RouterEvent):
             event = RouterEvent(0, event, storage_tier, token_ids, extra)
@@ -197,7 +200,7 @@ class AdaptedSink:
 
 
 def given_sink(sink: EventSink | Sink | None) -> Any:
-    """Return a sink as the user gave it."""
+    """Return the sink that the user gave."""
     return sink.given if isinstance(sink, AdaptedSink) else sink
 
 
@@ -210,7 +213,7 @@ def sink_text(sink: EventSink) -> str:
 
 
 def call_with_extra(call: Callable[..., object], *arguments: object, extra: EventExtra | None) -> None:
-    """Call a sink, with what travels with the event if there is such and the sink takes it."""
+    """Call a sink, with the event's extra fields if there are any and the sink takes them."""
     if extra is not None and has_parameter(call, "extra"):
         call(*arguments, extra=extra)
     else:
@@ -218,7 +221,7 @@ def call_with_extra(call: Callable[..., object], *arguments: object, extra: Even
 
 
 _DEVICE: Final = StorageTier.DEVICE
-_ON_DEVICE: Final = (_DEVICE, None, None)  # shared by most events, as an object for each Removed is expensive
+_ON_DEVICE: Final = (_DEVICE, None, None)  # shared by most events, because an object for each Removed is expensive
 
 
 class CapturingSink:
@@ -247,10 +250,10 @@ class CapturingSink:
 
     @property
     def router_events(self) -> list[RouterEvent]:
-        """The same events with tier, token ids and what else travels with them, as a router would receive them."""
+        """The captured events with tier, token ids and extra fields, as a router would receive them."""
         return [RouterEvent(self.worker_id, e, *others) for e, others in zip(self.events, self._beside, strict=True)]
 
     def take(self) -> list[KvCacheEvent]:
-        """Return the captured events, and forget them."""
+        """Return the captured events and drop them."""
         events, self.events, self._beside = self.events, [], []
         return events

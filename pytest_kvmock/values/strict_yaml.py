@@ -1,13 +1,13 @@
-"""YAML that a person wrote, read strictly: each value has its file, line and column, and what is odd is refused.
+"""A strict reader of handwritten YAML: each value has its file, line and column, and unusual constructs are refused.
 
 A document becomes a tree of `YamlNode`s, and the caller walks it with readers, one for each key that may be there:
 
     node.fields({"block_size": integer, "backends": list_of(string)}, required=("block_size",))
 
-Only the parser of PyYAML is used, so that no object is ever made of a tag. Refused are: a file that is empty or has
-more documents than one, keys that come twice or are neither strings nor integers, tags, merge keys, and anchors with
-their aliases (which is what a small file that unfolds without end is made of). An integer key is read as text. Plain
-words mean what they mean in YAML 1.2: `yes`, `on`, `010`, `1:30` and dates are strings.
+Only the parser of PyYAML is used, so that a tag never makes an object. Refused are empty files, several documents,
+duplicate keys, keys that are neither strings nor integers, tags, merge keys, and anchors with their aliases (with which
+a small file can expand without end). An integer key is read as text. Plain words have their meaning in YAML 1.2: `yes`,
+`on`, `010`, `1:30` and dates are strings.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pytest_kvmock.values.checks import KvMockError, is_integer, unknown_text
 T = TypeVar("T")
 
 DEEPEST: Final = 32
-"""How deep a document may be nested."""
+"""Maximum nesting depth of a document."""
 
 _INT: Final = re.compile(r"[-+]?(0|[1-9][0-9]*(_[0-9]+)*)|0x[0-9a-fA-F]+")
 _FLOAT: Final = re.compile(r"[-+]?([0-9]+(\.[0-9]*)?|\.[0-9]+)([eE][-+]?[0-9]+)?")
@@ -38,7 +38,7 @@ _WORDS: Final[Mapping[str, bool | None]] = {
 
 
 class Place(NamedTuple):
-    """A place in a file, which has the name that the caller gave it; line and column count from 1."""
+    """A place in a file, which has the caller's name for it; line and column count from 1."""
 
     file: str
     line: int
@@ -52,7 +52,7 @@ class YamlError(KvMockError, ValueError):
     """A document is invalid. The message is one line that begins with file, line and column.
 
     Attributes:
-        place: where; None for a file that could not be read.
+        place: the place of the error; None for a file that could not be read.
     """
 
     def __init__(self, message: str, place: Place | None = None) -> None:
@@ -62,13 +62,13 @@ class YamlError(KvMockError, ValueError):
 
 @dataclass(frozen=True, slots=True)
 class YamlNode:
-    """One value of a document, and where it stands.
+    """One value of a document, and its place.
 
     Attributes:
         value: a string, integer, float, bool or None; a list of nodes; a dict of nodes by key.
         place: where it begins.
-        name: the key that it stands under, that of the list around it for an element, "" for the document itself.
-        keys: of a mapping, where each key stands.
+        name: its key; for an element, the key of its list; "" for the document itself.
+        keys: for a mapping, the place of each key.
     """
 
     value: Any
@@ -77,15 +77,15 @@ class YamlNode:
     keys: Mapping[str, Place] = field(default_factory=dict)
 
     def error(self, message: str) -> YamlError:
-        """An error that points at this value, to be raised."""
+        """Return an error that points at this value."""
         return YamlError(f"{self.name}: {message}" if self.name else message, self.place)
 
     def key_error(self, key: str, message: str) -> YamlError:
-        """An error that points at one key of this mapping, to be raised."""
+        """Return an error that points at one key of this mapping."""
         return YamlError(f"{self.name}: {message}" if self.name else message, self.keys[key])
 
     def wrong_type(self, allowed: str) -> YamlError:
-        """The error for a value of another type than allowed, to be raised."""
+        """Return the error for a value of a wrong type."""
         if self.value is None:
             got = "nothing"
         elif isinstance(self.value, dict | list):
@@ -95,7 +95,7 @@ class YamlNode:
         return self.error(f"got {got}; allowed: {allowed}")
 
     def read(self, reader: Callable[[YamlNode], T]) -> T:
-        """Read this value with a reader; a plain ValueError of the reader's gets the place of this value.
+        """Read this value with a reader; a plain ValueError of the reader gets the place of this value.
 
         Raises:
             YamlError: the reader refuses it.
@@ -111,11 +111,11 @@ class YamlNode:
         """Read a mapping of known keys.
 
         Args:
-            readers: what reads the value of each key that may be there.
-            required: keys that must be there.
+            readers: the reader of each allowed key.
+            required: the required keys.
 
         Returns:
-            What was read, for the keys that are there and no others, in the order of the document.
+            The values of the keys that are there, in the order of the document.
 
         Raises:
             YamlError: it is not a mapping, a key is unknown or missing, or a reader refuses a value.
@@ -130,7 +130,7 @@ class YamlNode:
         return {key: node.read(readers[key]) for key, node in given.items()}
 
     def entries(self, reader: Callable[[YamlNode], T]) -> dict[str, T]:
-        """Read a mapping whose keys the author has chosen.
+        """Read a mapping with free keys.
 
         Raises:
             YamlError: it is not a mapping, or the reader refuses a value.
@@ -194,7 +194,7 @@ def plain(node: YamlNode) -> Any:
 
 
 def nullable(reader: Callable[[YamlNode], T]) -> Callable[[YamlNode], T | None]:
-    """Make a reader that takes null, too."""
+    """Make a reader that also takes null."""
 
     def read(node: YamlNode) -> T | None:
         return None if node.value is None else reader(node)
@@ -219,10 +219,10 @@ def read_yaml(path: Path, name: str | None = None) -> YamlNode:
 
     Args:
         path: where it is.
-        name: how messages name it; as `path` if None.
+        name: its name in messages; None: `path`.
 
     Raises:
-        YamlError: it cannot be read, is not UTF-8, or what `parse_yaml` refuses.
+        YamlError: the file cannot be read, is not UTF-8, or `parse_yaml` refuses it.
     """
     name = str(path) if name is None else name
     try:
@@ -245,7 +245,7 @@ def parse_yaml(text: str, name: str) -> YamlNode:
         name: of the file, for messages.
 
     Raises:
-        YamlError: it is empty, not YAML, or has what is not taken (see the top of this module).
+        YamlError: the document is empty, not YAML, or has a refused construct (see the module docstring).
     """
     import yaml
 
@@ -270,7 +270,7 @@ def parse_yaml(text: str, name: str) -> YamlNode:
 
 
 class _Tree:
-    """Builds the nodes from the parser's events: there, what was written is still known."""
+    """Builds the nodes from the parser's events, which still have the source text of values."""
 
     def __init__(self, loader: Any, name: str) -> None:
         self._loader = loader  # a yaml.SafeLoader, whose methods are not typed
@@ -344,7 +344,7 @@ def _place_of(mark: Any, name: str) -> Place:
 
 
 def _place_at(before: str, name: str) -> Place:
-    """Return the place in a document after this much of it."""
+    """Return the place in a document after the text `before`."""
     return Place(name, before.count("\n") + 1, len(before) - (before.rfind("\n") + 1) + 1)
 
 

@@ -1,10 +1,10 @@
-"""Tokens to hashes: local block hashes, sequence hashes, positional lineage hashes, and prompts that carry them.
+"""Hashes of tokens: local block hashes, sequence hashes, positional lineage hashes, and prompts with them.
 
-One subject: the three names of one block, each with its own use (Dynamo, `lib/tokens`):
+One subject: the three names of a block and their uses (Dynamo, `lib/tokens`):
 
-* the *local hash* is of the block's tokens alone; a router's query is a list of them;
-* the *sequence hash* chains it to all blocks before it; events name blocks by it;
-* the *positional lineage hash* (PLH) is 128 bits of position, parent and own fragment; block managers key on it.
+* the *local hash* covers only the block's tokens; a router's query is a list of them; * the *sequence hash* chains it
+to all blocks before it; events name blocks by it; * the *positional lineage hash* (PLH) is 128 bits of position, parent
+and own fragment; block managers key on it.
 
 All hashing is XXH3-64 with seed 1337, the seed that Dynamo's mocker and router share.
 """
@@ -53,7 +53,7 @@ def check_block_size(block_size: int) -> int:
 
 
 def _token_bytes(tokens: TokenIds) -> bytes:  # noqa: RET503 - _raise_for_token does not return
-    """Little-endian u32s of `tokens`; the error names the first invalid token."""
+    """Return `tokens` as little-endian u32s; the error names the first invalid token."""
     if isinstance(tokens, (bytes, bytearray)) or hasattr(tokens, "__next__"):
         # array() would read bytes as raw memory; an iterator could not be read again for the error
         tokens = list(tokens)
@@ -62,7 +62,7 @@ def _token_bytes(tokens: TokenIds) -> bytes:  # noqa: RET503 - _raise_for_token 
         if sys.byteorder == "big":
             words.byteswap()
         return words.tobytes()
-    _raise_for_token(tokens)  # outside, so that array's own error is not shown above it
+    _raise_for_token(tokens)  # outside the `with`, so that array's own error is not shown above it
 
 
 def _raise_for_token(tokens: TokenIds) -> NoReturn:
@@ -91,7 +91,7 @@ def _splitter(width: int, count: int) -> struct.Struct:
 
 
 def hash_seed(lora_name: str | None = None, cache_namespace: str | None = None) -> int:
-    """Seed of the local hashes under a LoRA adapter or a cache namespace; 1337 without either.
+    """Return the seed of local hashes for a LoRA adapter or a cache namespace; 1337 without either.
 
     Both are *added* to the seed, as XXH3-64 of the name with seed 0 and 1 (Dynamo, `compute_block_hash_for_seq`);
     an empty name counts as no name.
@@ -114,25 +114,25 @@ def block_hashes(
     eagle: bool = False,
     lookahead: int = 0,
 ) -> list[int]:
-    """Local hashes of the complete blocks of `tokens`, one u64 a block; a tail shorter than a block has none.
+    """Return the local hashes of the full blocks of `tokens`, one u64 per block; a partial tail has none.
 
     Bit-exact with `compute_block_hash_for_seq` of ai-dynamo-runtime; checked against 1.2.1 and 1.6.1.
 
     Args:
         tokens: token ids.
-        block_size: tokens a block, at least 1.
+        block_size: tokens per block, at least 1.
         lora_name: name of the adapter; it changes the seed. None or empty for none.
         cache_namespace: a tenant's namespace; it changes the seed too.
-        mm_hashes: per block, the u64 hashes of the multimodal objects in it (None or empty for none), in any order.
-            May be shorter or longer than the blocks.
-        eagle: the same as a lookahead of 1: windows of `block_size + 1` tokens, as EAGLE's bigram caches have.
-        lookahead: how many tokens more than a block a hashed window has, one every `block_size`: a block has a hash
-            once the tokens after it are there too.
+        mm_hashes: per block, the u64 hashes of its multimodal objects (None or empty for none), in any order. The list
+            may be shorter or longer than the blocks.
+        eagle: the same as a lookahead of 1: windows of `block_size + 1` tokens, as in EAGLE's bigram caches.
+        lookahead: number of tokens that a hashed window has after its block; there is one window every `block_size`
+            tokens. A block has a hash once these next tokens are there too.
 
     Raises:
         TypeError: a token, or the block size, is not an integer.
-        ValueError: a token is below 0 or above 2**32 - 1, the block size below 1, the lookahead below 0 or, with eagle,
-            not 1, a multimodal hash no u64.
+        ValueError: a token is below 0 or above 2**32 - 1, the block size is below 1, the lookahead is below 0 or, with
+            eagle, not 1, or a multimodal hash is not a u64.
     """
     check_block_size(block_size)
     if lookahead:
@@ -157,7 +157,7 @@ def block_hashes(
 
 
 def _packed_hashes(data: bytes, block_size: int, seed: int = SEED) -> list[int]:
-    """Return the `block_hashes` of tokens that are words already."""
+    """Return the `block_hashes` of tokens that are already packed as words."""
     chunks = _splitter(4 * block_size, len(data) // (4 * block_size)).unpack_from(data)
     return list(map(xxh3_64_intdigest, chunks, repeat(seed)))
 
@@ -165,13 +165,13 @@ def _packed_hashes(data: bytes, block_size: int, seed: int = SEED) -> list[int]:
 def keyed_block_hashes(
     tokens: TokenIds, block_size: int, keys: PromptKeys | None, position: int = 0, lookahead: int = 0
 ) -> list[int]:
-    """Local hashes of complete blocks under what their prompt carries.
+    """Return the local hashes of full blocks with the keys of their prompt.
 
     Args:
-        tokens: token ids of these blocks, and as many more as the hashes look ahead.
-        block_size: tokens a block.
-        keys: what the prompt carries; None if there is nothing.
-        position: how many blocks of the prompt stand before them.
+        tokens: token ids of these blocks, plus the tokens that the hashes look ahead.
+        block_size: tokens per block.
+        keys: the keys that the prompt carries; None if there are none.
+        position: number of blocks before them in the prompt.
         lookahead: see `block_hashes`.
     """
     if keys is None:
@@ -188,14 +188,14 @@ def keyed_block_hashes(
 
 
 def windows_of(token_ids: Sequence[Sequence[int]], lookahead: object = None) -> tuple[Sequence[Sequence[int]], int]:
-    """The tokens that the names of blocks cover, by what came with their event: their own, and those after them.
+    """Return the tokens that block names cover, by their event: the block's tokens and the next ones.
 
     Args:
-        token_ids: of each block, its own; or pairs of neighbours, as SGLang's with a draft model.
-        lookahead: of each block, the tokens after it (`LOOKAHEAD`); None, or not one list a block: there are none.
+        token_ids: the tokens of each block, or pairs of neighbours, as in SGLang with a draft model.
+        lookahead: for each block, the tokens after it (`LOOKAHEAD`); None, or not one list per block: there are none.
 
     Returns:
-        Of each block these tokens; and how many of them are not its own.
+        The covered tokens of each block, and how many of them belong to the next block.
     """
     if token_ids and token_ids[0] and isinstance(token_ids[0][0], (tuple, list)):
         pairs: Any = token_ids
@@ -215,14 +215,14 @@ def _with_objects(chunk: bytes, hashes: Sequence[int] | None) -> bytes:
 
 
 def sequence_hashes(block_hashes: Iterable[int], *, parent: int | None = None) -> list[int]:
-    """Chain local hashes to sequence hashes: the first is the local hash itself, each other is of (parent, own).
+    """Chain local hashes to sequence hashes: the first is the local hash itself, every other hashes (parent, local).
 
     Args:
-        block_hashes: local hashes, u64, in order from the root; or from the block after `parent`.
+        block_hashes: local hashes, u64, in order from the root or from the block after `parent`.
         parent: sequence hash of the block before the first one.
 
     Raises:
-        ValueError: a hash that is chained is not a u64.
+        ValueError: a chained hash is not a u64.
     """
     digest, pack, seed = xxh3_64_intdigest, _pack_pair, SEED
     out: list[int] = []
@@ -238,7 +238,7 @@ def sequence_hashes(block_hashes: Iterable[int], *, parent: int | None = None) -
 
 
 def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
-    """Raise a ValueError that names which of a pair that cannot be packed is not a u64."""
+    """Raise a ValueError that names the hash of an unpackable pair that is not a u64."""
     allowed = "a hash is an integer from 0 to 2**64 - 1"
     before = f"hash {position - 1}" if position else "the parent"
     for name, value in ((f"hash {position}", local), (before, parent)):
@@ -248,7 +248,7 @@ def _raise_for_hash(local: object, parent: object, position: int) -> NoReturn:
 
 
 def _check_locals(hashes: Sequence[int]) -> None:
-    """Raise a ValueError that names the first of these that is not a local hash, if one is not."""
+    """Raise a ValueError that names the first value that is not a local hash, if there is one."""
     if {int}.issuperset(map(type, hashes)):
         with suppress(OverflowError):
             array("Q", hashes)
@@ -259,7 +259,7 @@ def _check_locals(hashes: Sequence[int]) -> None:
 
 
 def chained_hash(parent: int | None, local: int) -> int:
-    """Sequence hash of one block whose local hash is `local`, after the block `parent` (None for a root)."""
+    """Return the sequence hash of a block with the local hash `local` after the block `parent` (None for a root)."""
     return local if parent is None else xxh3_64_intdigest(_pack_pair(parent, local), SEED)
 
 
@@ -267,13 +267,12 @@ def chained_hash(parent: int | None, local: int) -> int:
 
 
 class TokenRuns:
-    """Token ids that are made when they are asked for: the low 32 bits of each id, repeated `count` times (Dynamo's
-    loader of traces).
+    """Token ids that are made on demand: the low 32 bits of each id, repeated `times` times (Dynamo's trace loader).
 
     Args:
         ids: integers from 0.
-        times: how often each is there, at least 1.
-        length: tokens in all; at most all of them.
+        times: number of repetitions of each id, at least 1.
+        length: number of tokens; the last repetitions may be cut.
     """
 
     __slots__ = ("_ids", "_length", "_times")
@@ -291,19 +290,19 @@ class TokenRuns:
         return self.cut(0, self._length)
 
     def repeats(self, block_size: int) -> tuple[Sequence[int], int] | None:
-        """Return the ids as tokens, and how many blocks each fills; None if blocks do not end with the ids."""
+        """Return the ids as tokens, and the number of blocks that each fills; None if block ends and id ends differ."""
         blocks, over = divmod(self._times, block_size)
         return None if over else ([each & _TOKEN for each in self._ids], blocks)
 
     def cut(self, start: int, end: int) -> tuple[int, ...]:
-        """Make the token ids from one place to another, which is no further than the last."""
+        """Make the token ids from one place to another, within the length."""
         times, made = self._times, []
         for place in range(start // times, -(-end // times)):
             made += [self._ids[place] & _TOKEN] * (min(end, (place + 1) * times) - max(start, place * times))
         return tuple(made)
 
     def block_hashes(self, block_size: int) -> list[int]:
-        """Local hashes of the complete blocks; those of an id are hashed once where blocks end with the ids."""
+        """Return the local hashes of the full blocks; if block ends and id ends agree, each id is hashed once."""
         repeats = self.repeats(block_size)
         if repeats is None:
             return block_hashes(self.tokens(), block_size)
@@ -316,47 +315,46 @@ class TokenRuns:
 
 @lru_cache(maxsize=2**14)
 def _hash_of_run(token: int, block_size: int) -> int:
-    """The local hash of a block that is one token again and again."""
+    """Return the local hash of a block that repeats one token."""
     return xxh3_64_intdigest(token.to_bytes(4, "little") * block_size, SEED)
 
 
 class Prompt:
-    """The input of one request: its token ids, or the hashes of its blocks alone, and what it carries in addition to
-    them.
+    """The input of one request: its token ids or only its block hashes, and the keys that it carries.
 
-    Accepted wherever tokens are, and never changed. It hashes its tokens once, for worker, index and router alike: by
-    `block_hashes(block_size)` a router asks, by `sequence_hashes(block_size)` Dynamo's engines name blocks.
-    `Prompt(hashes=...)` has no tokens: request traces carry one id a block, which serves as its local hash.
+    Accepted wherever tokens are, and never changed. It hashes its tokens once for worker, index and router: routers
+    query with `block_hashes(block_size)`, and Dynamo's engines name blocks by `sequence_hashes(block_size)`.
+    `Prompt(hashes=...)` has no tokens: request traces have one id per block, which serves as its local hash.
 
     Args:
         tokens: token ids.
-        hashes: instead of tokens, one local hash (u64) a complete block.
-        num_tokens: with `hashes`, the prompt's length in tokens; more than the blocks hold is a partial tail of less
-            than a block. By default the blocks and no tail.
-        lora_name: name of the LoRA adapter that it is for. This, and the next two, are part of its blocks' names:
-            prompts that differ in them share no block.
+        hashes: instead of tokens, one local hash (u64) for each full block.
+        num_tokens: with `hashes`, the prompt's length in tokens; it may exceed the blocks by a partial tail of less
+            than a block. By default there is no tail.
+        lora_name: name of its LoRA adapter. This and the next two are part of its blocks' names: prompts that differ in
+            them share no block.
         cache_salt: a tenant's salt, or namespace.
-        multimodal: the multimodal items in it, each as (identifier, offset, length): what the engine calls it, the
-            position of its first token, and how many tokens stand for it.
-        session_id: the session that it belongs to; it travels with events, and names nothing.
-        report_mode: "full": vLLM publishes what it hits again, at each look-up (`kv_cache_report_mode`); other
-            engines have no such report. It names nothing.
+        multimodal: the multimodal items in it, each as (identifier, offset, length): the engine's name for it, the
+            position of its first token, and the number of its tokens.
+        session_id: the session that it belongs to; it travels with events but is not part of block names.
+        report_mode: "full": vLLM publishes hits again at each look-up (`kv_cache_report_mode`); other engines have no
+            such report. Not part of block names.
         load_tiers: the tiers below its host that vLLM may load from for it, each as a mapping of "medium" and
-            "locality" (`kv_load_tiers`); an empty list allows none. It names nothing.
+            "locality" (`kv_load_tiers`); an empty list allows none. Not part of block names.
 
     Raises:
         TypeError: both or neither of `tokens` and `hashes` are given, or a token is not an integer.
-        ValueError: a token or hash out of range; an empty or invalid text; an invalid item, or one that ends behind
-            the prompt; or a name, salt or items together with `hashes`, which include them.
+        ValueError: a token or hash is out of range; a text is empty or invalid; an item is invalid or exceeds the
+            prompt; or a name, salt or items are given together with `hashes`, which already include them.
     """
 
     __slots__ = ("_end", "_given", "_kept", "_packed", "_runs", "_tokens", "keys", "num_tokens")
 
     keys: PromptKeys | None
-    """What it carries in addition to its tokens; None if there is nothing."""
+    """The keys that it carries; None if there are none."""
 
     num_tokens: int | None
-    """Length in tokens; None for hashes without a stated length, which are whole blocks of any size."""
+    """Length in tokens; None for hashes without a stated length, which are full blocks of any size."""
 
     def __init__(
         self,
@@ -380,9 +378,7 @@ class Prompt:
             keys = PromptKeys(lora_name, cache_salt, session_id=session_id, **more)
             self.keys = keys if keys.given else None
         self._kept: dict[Any, Any] = {}
-        self._end: tuple[int, int] | None = (
-            None  # of a prompt that was released: a block size, and its last sequence hash
-        )
+        self._end: tuple[int, int] | None = None  # after `release`: a block size, and the last sequence hash
         self._given: list[int] | None = None
         self._packed: bytes | None = None  # the tokens as words, until they are hashed
         self._runs: TokenRuns | None = None  # the source of tokens, if they can be made again
@@ -432,12 +428,12 @@ class Prompt:
 
     @property
     def cache_salt(self) -> str | None:
-        """Its tenant's salt, or namespace; None if there is none."""
+        """Its tenant's salt or namespace; None if there is none."""
         return None if self.keys is None else self.keys.cache_salt
 
     @property
     def multimodal(self) -> tuple[MultimodalItem, ...]:
-        """The multimodal items in it, in the order of their offsets."""
+        """Its multimodal items, in the order of their offsets."""
         return () if self.keys is None else self.keys.multimodal
 
     @property
@@ -447,11 +443,11 @@ class Prompt:
 
     @classmethod
     def of(cls, tokens: TokenIds | Prompt) -> Prompt:
-        """Return `tokens` itself if it is a prompt, else a prompt of it."""
+        """Return `tokens` itself if it is a prompt, else a prompt of these tokens."""
         return tokens if isinstance(tokens, Prompt) else cls(tokens)
 
     def with_keys(self, keys: PromptKeys | None) -> Prompt:
-        """A prompt of the same tokens, or hashes, with these keys instead.
+        """Return a prompt with the same tokens or hashes and these keys instead.
 
         Raises:
             ValueError: as the constructor.
@@ -467,11 +463,11 @@ class Prompt:
         return prompt
 
     def followed_by(self, tokens: TokenIds, **keys: Any) -> Prompt:
-        """A prompt that begins with these tokens, and carries the same.
+        """Return this prompt followed by more tokens, with the same keys.
 
         Args:
             tokens: the tokens to append.
-            **keys: what it carries, in place of what this one does.
+            **keys: keys that replace those of this prompt.
 
         Raises:
             ValueError: only hashes are known; or as the constructor.
@@ -489,10 +485,10 @@ class Prompt:
         return f"<Prompt of {self.num_tokens} tokens{keys}>"
 
     def length(self, block_size: int) -> int:
-        """Tokens in the prompt when a block has `block_size` of them.
+        """Return the prompt's length in tokens for a block size.
 
         Raises:
-            ValueError: a prompt of hashes whose `num_tokens` does not end in or right after its last block.
+            ValueError: `num_tokens` of a prompt of hashes does not fit this block size.
         """
         if self._given is None:
             assert self.num_tokens is not None
@@ -511,14 +507,14 @@ class Prompt:
         return self.num_tokens
 
     def block_hashes(self, block_size: int, lookahead: int = 0) -> list[int]:
-        """Local hashes of the complete blocks. Hashed once; do not change the list.
+        """Return the local hashes of the full blocks. They are computed once; do not change the list.
 
         Args:
-            block_size: tokens a block.
-            lookahead: as the function `block_hashes`.
+            block_size: tokens per block.
+            lookahead: as in the function `block_hashes`.
 
         Raises:
-            ValueError: hashes that look ahead, of a prompt of hashes.
+            ValueError: `lookahead` is set for a prompt of hashes.
         """
         if not lookahead:
             return self._hashes(block_size).local
@@ -530,34 +526,34 @@ class Prompt:
         )
 
     def sequence_hashes(self, block_size: int) -> list[int]:
-        """Sequence hashes of the complete blocks. Hashed once; do not change the list."""
+        """Return the sequence hashes of the full blocks. They are computed once; do not change the list."""
         return self._hashes(block_size).sequence
 
     def last_hash(self, block_size: int) -> int | None:
-        """The sequence hash of its last complete block, which is kept beyond `release`; None if it has none."""
+        """Return the sequence hash of the last full block, which is kept after `release`; None if there is none."""
         if self._end is not None and self._end[0] == block_size:
             return self._end[1]
         return next(reversed(self.sequence_hashes(block_size)), None)
 
     def lineage_hashes(self, block_size: int) -> LineageHashes:
-        """Lineage hashes of the complete blocks. Made once, when somebody looks at them."""
+        """Return the lineage hashes of the full blocks, computed once on first use."""
         return self._hashes(block_size).lineage
 
     def kept(self, key: Hashable, make: Callable[[], T]) -> T:
-        """Return what `make` returned the first time that this key was asked for: an engine's own hashes, made once
-        a prompt.
-        """
+        """Return the cached value of a key; on first use, `make` makes it. It holds an engine's own hashes."""
         found: T | None = self._kept.get(key)
         if found is None:
             found = self._kept[key] = make()
         return found
 
     def repeats(self, block_size: int) -> tuple[Sequence[int], int] | None:
-        """As `TokenRuns.repeats`, for a prompt of a trace that carries nothing; else None."""
+        """Return `TokenRuns.repeats` for a prompt of a trace without keys; else None."""
         return None if self._runs is None or self.keys is not None else self._runs.repeats(block_size)
 
     def cut(self, start: int, end: int) -> Sequence[int]:
-        """Return the tokens from one place to another, which are known; those of a trace are not kept for it."""
+        """Return the tokens from one place to another; a trace's tokens are made without being kept. Tokens must be
+        known.
+        """
         if self._tokens is None:
             assert self._runs is not None
             return self._runs.cut(start, end)
@@ -565,11 +561,11 @@ class Prompt:
 
     @property
     def source(self) -> TokenRuns | tuple[int, ...] | None:
-        """What its tokens are made of, or are; None if only hashes are known."""
+        """The source of its tokens, or the tokens; None if only hashes are known."""
         return self._tokens if self._runs is None else self._runs
 
     def release(self) -> None:
-        """Drop the tokens and hashes of a prompt that is served, if they can be made again: a trace's."""
+        """Drop the tokens and hashes after the prompt is served if they can be made again, as for a trace."""
         if self._runs is None:
             return
         self._tokens = None
@@ -598,11 +594,11 @@ class Prompt:
 
 
 class GrowingTokens:
-    """The tokens of a prompt, and those that follow it. These are kept by themselves, as the prompt's may be made
+    """The tokens of a prompt and its output. The output is kept separately, because the prompt's tokens may be made
     again.
 
     Args:
-        prompt: one that has tokens.
+        prompt: a prompt with tokens.
 
     Attributes:
         output: the tokens after the prompt's.
@@ -615,7 +611,7 @@ class GrowingTokens:
         self.output = array("I")
 
     def release(self) -> None:
-        """Drop what can be made again of the prompt (`Prompt.release`)."""
+        """Drop the prompt's data that can be made again (`Prompt.release`)."""
         self._prompt.release()
 
     @property
@@ -636,7 +632,7 @@ class GrowingTokens:
         return (*self._prompt.cut(start, before), *self.output[: end - before])
 
     def rows(self, start: int, end: int, size: int) -> TokenRows:
-        """Return the tokens of each block of a size, from one block to another."""
+        """Return the tokens of each block of size `size`, from one block to another."""
         before = self._prompt.num_tokens
         assert before is not None
         if end * size <= before:
@@ -645,13 +641,13 @@ class GrowingTokens:
 
 
 class TokenRows(Sequence[tuple[int, ...]]):
-    """Token ids of complete blocks, one tuple a block, as they travel with events: cut when somebody reads them.
+    """Token ids of full blocks, one tuple per block, as they travel with events; they are cut on demand.
 
     Args:
-        source: the tokens, or a prompt that has them.
-        start: place of the first block's first token in it.
-        count: how many blocks.
-        size: tokens a block.
+        source: the tokens, or a prompt with tokens.
+        start: place of the first block's first token in the source.
+        count: number of blocks.
+        size: tokens per block.
 
     Attributes:
         size: as given.
@@ -701,7 +697,7 @@ class TokenRows(Sequence[tuple[int, ...]]):
 
     @property
     def given(self) -> tuple[Prompt | tuple[int, ...], int, int, int]:
-        """What it was made of."""
+        """The arguments that it was made with."""
         return self._source, self._start, self._count, self.size
 
     def part(self, start: int, end: int) -> TokenRows:
@@ -710,7 +706,7 @@ class TokenRows(Sequence[tuple[int, ...]]):
 
 
 class _Hashes:
-    """The three parallel lists of one prompt at one block size; the last two are made when they are asked for."""
+    """The three parallel lists of hashes of one prompt at one block size; the last two are made on demand."""
 
     __slots__ = ("_lineage", "_sequence", "local")
 

@@ -1,6 +1,6 @@
-"""KV events as bytes: the dialects of engines, a codec for all of them, and what is wrong with a payload.
+"""KV events as bytes: the dialects of engines, a codec for all of them, and the defects of payloads.
 
-msgspec, which the dialects of vLLM and SGLang need, is the extra `wire`; it is loaded when one of them is used.
+The dialects of vLLM and SGLang need msgspec, the extra `wire`; it is loaded when one of them is used.
 """
 
 from typing import TYPE_CHECKING
@@ -36,5 +36,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Loaded on first use: a test of a router needs none of these.
+# Loaded on first use, because a test of a router needs none of these.
 __getattr__ = late_names(__name__, _HOME)

@@ -1,1 +1,1 @@
-"""Whole engines in virtual time, and the clock that several of them share; no router."""
+"""Engines in virtual time, and the clock that several of them share; no router."""

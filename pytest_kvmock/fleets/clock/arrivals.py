@@ -1,6 +1,4 @@
-"""Requests of a trace, and when they arrive: by their timestamps, or as soon as others are done; and turn by turn in
-a session.
-"""
+"""The arrival of a trace's requests: by timestamps or as soon as others are done, and turn by turn in a session."""
 
 from __future__ import annotations
 
@@ -16,32 +14,32 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# The requests of a session come one after the other, in the order of the trace: each a delay after the one before it is
-# done. Where the trace names none, the delay is the difference of their timestamps; where one of those is missing, 0.
-# A request without a session is one by itself.
+# The requests of a session arrive one after the other, in the order of the trace, each with a delay after the previous
+# one is done. If the trace has no delay, it is the difference of the timestamps, or 0 if one is missing. A request
+# without a session is a separate session.
 #
-# In an open loop the first request of a session arrives at its timestamp. In a closed loop timestamps do not matter:
+# In an open loop, the first request of a session arrives at its timestamp. In a closed loop, timestamps do not matter:
 # sessions begin in the order of the trace, each when fewer than `concurrency` requests are open. The releases count
 # open requests differently: in 1.6.1 a session keeps its place until its last request is done; in 1.2.1 others are
-# served in the meantime, and a request on the link between two engines does not count.
+# served between its requests, and a request on the link between two engines does not count.
 
 
 @dataclass(frozen=True, slots=True)
 class FleetRequest:
-    """One request for a fleet, where a trace's hash ids do not say enough: with tokens, an adapter, or a salt.
+    """One request for a fleet with more than a trace's hash ids: tokens, an adapter, or a salt.
 
     Attributes:
         prompt: a `Prompt`, or token ids.
         output_tokens: tokens to generate.
-        timestamp: arrival in milliseconds; None: with the first, or as soon as others are done.
-        session_id: the conversation that it is a turn of; None: of none.
-        delay: milliseconds between the end of the session's turn before and this one; None: the timestamps say.
-        priority: larger is served first, where engines have priorities.
-        abort_after_ms: milliseconds after its arrival at which it is called off, as its client goes, if it is open
-            then; None: it is not.
-        abort_after_tokens: or when this many of its tokens have come out, whichever comes first.
-        retry_after_ms: milliseconds after which the client of a request that was called off comes again, with a new
-            request that is not called off; None: it does not.
+        timestamp: arrival in milliseconds; None: with the first request, or as soon as others are done.
+        session_id: the conversation that it is a turn of; None: no conversation.
+        delay: milliseconds between the end of the session's previous turn and this one; None: by the timestamps.
+        priority: larger is served first, if the engines have priorities.
+        abort_after_ms: milliseconds after its arrival at which its client leaves and it is called off, if it is still
+            open; None: never.
+        abort_after_tokens: number of output tokens after which it is called off, if that is earlier; None: no limit.
+        retry_after_ms: milliseconds after which the client of a called-off request sends it again, as a new request
+            that is not called off; None: never.
     """
 
     prompt: Prompt | TokenIds
@@ -56,7 +54,7 @@ class FleetRequest:
 
     @property
     def output_length(self) -> int:
-        """Tokens to generate, by the name that a `TraceRequest` has for them."""
+        """Tokens to generate, under the name that `TraceRequest` uses."""
         return self.output_tokens
 
 
@@ -64,16 +62,16 @@ class Turn:
     """One request of a trace.
 
     Attributes:
-        trace: the request as the trace has it.
+        trace: the request in the trace.
         prompt: its prompt.
         session: the number of its session, in the order of the trace.
-        session_name: what the trace calls its session, or else Dynamo's loader: "request_3" for the third row.
+        session_name: the session's name in the trace, or Dynamo's name: "request_3" for the third row.
         index: its place in its session, from 0.
-        next: the request of its session that comes after it; None if there is none.
-        delay_ms: how long after the one before it is done it arrives.
-        keeps_place: whether it takes over the place of the one before it in a closed loop.
-        abort_after_ms: when it is called off, from its arrival; None: not by time.
-        abort_after_tokens: after how many of its tokens; None: not by these.
+        next: the next request of its session; None if there is none.
+        delay_ms: time from the end of the session's previous request to its arrival.
+        keeps_place: whether it takes over the place of the previous request in a closed loop.
+        abort_after_ms: time from its arrival to its abort; None: no abort by time.
+        abort_after_tokens: output tokens until its abort; None: no abort by tokens.
     """
 
     __slots__ = (
@@ -114,7 +112,7 @@ def link_sessions(turns: Iterable[Turn], speedup: float) -> list[Turn]:
 
     Args:
         turns: all requests, in the order of the trace.
-        speedup: by what delays are divided.
+        speedup: divisor of delays.
 
     Returns:
         The first turn of each session, in the order of the trace.
@@ -148,14 +146,14 @@ class Arrivals:
 
     Args:
         turns: all requests, in the order of the trace.
-        concurrency: how many are open at once; None: they arrive by their timestamps.
+        concurrency: number of open requests at once; None: requests arrive by timestamps.
         speedup: divisor of times, in an open loop.
         sessions_keep_place: whether a session counts as open until its last request is done (1.6.1).
         start_ms: when the first request arrives.
 
     Attributes:
-        depends_on_ends: whether the end of a request has another one arrive: in a closed loop, and where a session has
-            a second turn. 1.6.1 names sessions in its report if so.
+        depends_on_ends: whether the end of a request lets another one arrive: in a closed loop, or if a session has a
+            second turn. 1.6.1's report then names sessions.
     """
 
     def __init__(
@@ -170,11 +168,11 @@ class Arrivals:
         self._limit = concurrency
         self._sessions_keep_place = sessions_keep_place
         self._open = 0
-        # (moment, session, turn): those that arrive whatever is open, and those that wait for a place. Of one moment,
-        # the session that stands first in the trace comes first.
+        # (moment, session, turn): requests that arrive by time only, and requests that wait for a place. At one moment,
+        # the first session of the trace comes first.
         self._timed: list[tuple[float, int, Turn]] = []
         self._placeless: list[tuple[float, int, Turn]] = []
-        # In a closed loop Dynamo ignores the ratio.
+        # In a closed loop, Dynamo ignores the speedup.
         firsts = link_sessions(turns, speedup if concurrency is None else 1.0)
         self.depends_on_ends = concurrency is not None or any(turn.next is not None for turn in firsts)
         first_ms = min(turn.timestamp_ms for turn in firsts)
@@ -191,7 +189,7 @@ class Arrivals:
 
     @property
     def next_ms(self) -> float:
-        """When the next request arrives, if nothing else happens before; infinite if none will."""
+        """The time of the next arrival if nothing else happens before; infinite if there is none."""
         moments = [math.inf]
         if self._timed:
             moments.append(self._timed[0][0])
@@ -200,7 +198,7 @@ class Arrivals:
         return min(moments)
 
     def take(self, now_ms: float) -> Iterator[tuple[Turn, float]]:
-        """Yield each request that arrives by now, and when: in a closed loop that is when it is dispatched."""
+        """Yield each request that arrives by now, with its arrival time; in a closed loop this is the dispatch."""
         while self._timed and self._timed[0][0] <= now_ms:
             moment, _, turn = heappop(self._timed)
             self._open += not turn.keeps_place
@@ -211,16 +209,16 @@ class Arrivals:
             yield turn, now_ms
 
     def leave(self) -> None:
-        """Count one request fewer as open: it is on the link."""
+        """Count one request less as open, because it is on the link."""
         self._open -= 1
 
     def enter(self) -> None:
-        """Count one more request as open: it has arrived over the link."""
+        """Count one more request as open, because it has arrived over the link."""
         self._open += 1
 
     def called_off(self, turn: Turn, now_ms: float) -> None:
-        """Have the next request of its session arrive, as this one is over; before it this one again, if its client
-        comes again.
+        """Let the next request of the session arrive after a called-off one; if its client retries, the retry comes
+        first.
         """
         trace = turn.trace
         if isinstance(trace, FleetRequest) and trace.retry_after_ms is not None:
@@ -231,7 +229,7 @@ class Arrivals:
         self.done(turn, now_ms)
 
     def done(self, turn: Turn, now_ms: float) -> None:
-        """Have the next request of its session arrive, as this one is done."""
+        """Let the next request of the session arrive after one that is done."""
         self._open -= 1
         after = turn.next
         if after is None:

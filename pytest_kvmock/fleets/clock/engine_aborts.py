@@ -1,11 +1,10 @@
-"""Requests of an engine that are called off: when each client goes, and what of the pass under way it does not get any
-more.
+"""Aborted requests of an engine: when each client leaves, and which results of the pass under way are dropped.
 
-Theory of operation. An engine checks between two passes which clients have left. One that is called off while a pass is
-under way is noted, and taken out at its end, before the tokens of the pass are handed out (vLLM: `EngineCore` handles
-aborts after the model has run and before `update_from_output`; aisimulate-core 0.13.0 suppresses the pending output).
-As the mock computes a pass when it starts, the token is taken back then, and an end that the pass made is none.
-Schedulers whose requests have a last pass instead (`Scheduler.has_last_pass`) deliver all tokens.
+Theory of operation. An engine checks between two passes which clients have left. A request called off during a pass is
+noted, and removed at the end of the pass, before its tokens are handed out (vLLM: `EngineCore` handles aborts after the
+model has run and before `update_from_output`; aisimulate-core 0.13.0 suppresses the pending output). The mock computes
+a pass when it starts, so it takes the token back at the end, and an end of the request in this pass does not count.
+Schedulers that give such requests one last pass (`Scheduler.has_last_pass`) deliver all tokens.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ def check_abort(where: str, after_ms: object, after_tokens: object) -> None:
     """Check when a request is to be called off.
 
     Raises:
-        ValueError: a time is not a finite number of at least 0, or a count no integer of at least 0.
+        ValueError: a time is not a finite number of at least 0, or a count not an integer of at least 0.
     """
     if after_ms is not None:
         check_number(f"{where}abort_after_ms", after_ms, unit=" (milliseconds), or None")
@@ -35,12 +34,12 @@ def check_abort(where: str, after_ms: object, after_tokens: object) -> None:
 
 
 class EngineAborts:
-    """The requests of one engine that are to be called off, and those that are and whose pass is under way.
+    """The planned aborts of one engine, and the called-off requests that wait for the end of a pass.
 
     Args:
-        take_out: takes a request out of the engine; whether it is over with that. Its second argument is whether that
-            was planned as the request was submitted.
-        wake: brings a request up to date; whether it was not.
+        take_out: removes a request from the engine; returns whether the request is over. The second argument is whether
+            the abort was planned at submission.
+        wake: brings a request up to date; returns whether it was behind.
     """
 
     def __init__(self, take_out: Callable[[EngineRequest, bool], bool], wake: Callable[[EngineRequest], bool]) -> None:
@@ -49,10 +48,10 @@ class EngineAborts:
         self._due: list[tuple[float, int, EngineRequest]] = []
         self._count = 0
         self._limited: dict[EngineRequest, None] = {}
-        self._noted: dict[EngineRequest, bool] = {}  # with whether that was planned
+        self._noted: dict[EngineRequest, bool] = {}  # with whether the abort was planned
 
     def plan(self, request: EngineRequest, after_ms: float | None, after_tokens: int | None) -> None:
-        """Call a request off `after_ms` after its arrival, or when `after_tokens` of its tokens have come out."""
+        """Plan to call a request off `after_ms` after its arrival, or after `after_tokens` output tokens."""
         if after_tokens == 0:
             after_ms, after_tokens = 0.0, None
         if after_ms is not None:
@@ -67,14 +66,14 @@ class EngineAborts:
         self._noted.setdefault(request, is_planned)
 
     def clear(self) -> None:
-        """Forget all: the engine has no request any more."""
+        """Forget all aborts, because the engine has no requests any more."""
         self._due.clear()
         self._limited.clear()
         self._noted.clear()
 
     @property
     def next_ms(self) -> float:
-        """When the next open request is called off; infinite if none is."""
+        """The time at which the next open request is called off; infinite if there is none."""
         due = self._due
         while due and not due[0][2].is_open:
             heappop(due)
@@ -82,8 +81,8 @@ class EngineAborts:
 
     @property
     def passes_left(self) -> int | None:
-        """In how many passes that generate a token of each the first running request has all that it waits for;
-        None: in none.
+        """Number of decode passes until the first running request reaches its token limit; None: no running request has
+        one.
         """
         if not self._limited:
             return None
@@ -97,13 +96,13 @@ class EngineAborts:
         return min(left, default=None)
 
     def at(self, now_ms: float) -> None:
-        """Act on those that are due by now, between two passes."""
+        """Act between two passes on the aborts that are due by now."""
         while self.next_ms <= now_ms:
             self._take_out(heappop(self._due)[2], True)
 
     def during_pass(self, end_ms: float, done: ForwardPass | None) -> None:
-        """Note those that are due before the end of a pass, which may have ended them; None: the last of passes that
-        were planned.
+        """Note the aborts that are due before the end of a pass, which may have ended their requests; `done` is None
+        for the last of planned passes.
         """
         due = self._due
         while due and due[0][0] < end_ms:
@@ -112,13 +111,13 @@ class EngineAborts:
                 self.note(request, is_planned=True)
 
     def end_pass(self, done: ForwardPass | None, now_ms: float, *, has_last_pass: bool) -> None:
-        """Take out who was noted, before the tokens of the pass are handed out.
+        """Remove the noted requests before the tokens of the pass are handed out.
 
         Args:
             done: the result of the pass; None if it was the last of the planned passes, in which each running request
                 decoded.
             now_ms: its end.
-            has_last_pass: its tokens are handed out all the same, and an end that it made is one.
+            has_last_pass: whether its tokens are handed out nevertheless, and an end in this pass counts.
         """
         if not self._noted:
             return
@@ -137,7 +136,7 @@ class EngineAborts:
                 done.aborted.append(request)
 
     def _take_back(self, request: EngineRequest, done: ForwardPass | None) -> None:
-        """Take back what the pass did for a request: its token, or that it ended."""
+        """Take back the results of the pass for a request: its token or its end."""
         generated = self._wake(request)
         if done is None:
             generated = request.status == "running"
@@ -154,7 +153,7 @@ class EngineAborts:
             request.generated_tokens -= 1
 
     def reached(self, done: ForwardPass | None) -> None:
-        """Call off the requests whose limit of tokens has come out; `done` as in `end_pass`."""
+        """Call off the requests that have reached their token limit; `done` as in `end_pass`."""
         if not self._limited:
             return
         for request in [*self._limited]:

@@ -1,7 +1,7 @@
 """The inside of a mock engine: its clock, and the life of a request on it.
 
-One subject. `MockEngine` is its face, for tests; who drives several engines on one clock asks the inside
-(`fleets/clock/passes`, `replay`, handoffs, fleets, servers).
+One subject. `MockEngine` is its public interface, for tests; code that drives several engines on one clock uses the
+inside (`fleets/clock/passes`, `replay`, handoffs, fleets, servers).
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ if TYPE_CHECKING:
 
 
 MOST_IDLE_PASSES: Final = 1024
-"""Passes without progress after which an engine is stalled: as many as Dynamo's replay allowed in 1.3.1."""
+"""Passes without progress after which an engine is stalled: the number in Dynamo's replay of 1.3.1."""
 
 
 class EngineInside:
     """One engine in virtual time: a scheduler over the driver of a worker, and a clock that only passes move.
 
     Args:
-        args: what it is.
+        args: its arguments.
         worker: the worker whose manager and requests it uses.
         rng: source of generated tokens.
 
@@ -54,16 +54,16 @@ class EngineInside:
     Attributes:
         args: as given, with the release of Dynamo that it follows as `semantics`.
         worker: as given.
-        scheduler: what decides who runs; another one after a restart.
-        size: what can ever be served here.
+        scheduler: decides which requests run; a restart replaces it.
+        size: the largest requests that it can serve.
         now_ms: its time, in milliseconds from its start.
-        requests: all requests that it was given, up to date after `catch_up`.
-        passes: how many forward passes it ran.
-        prefill_tokens: tokens of prompts that it computed, and with them what it computed again.
-        token_source: returns the source of the tokens that a prompt is answered with.
-        log: records the operations on it; None: nothing does.
-        on_abort: called with a request that `abort` is called for, by who drives several engines on one clock; None:
-            the engine acts itself.
+        requests: all requests that it got, up to date after `catch_up`.
+        passes: number of forward passes that it ran.
+        prefill_tokens: prompt tokens that it computed, including those computed again.
+        token_source: returns the source of a prompt's output tokens.
+        log: records the operations on the engine; None: they are not recorded.
+        on_abort: called with each request whose `abort` is called; set by code that drives several engines on one
+            clock. None: the engine acts itself.
     """
 
     def __init__(self, args: MockEngineArgs, worker: KvWorker, rng: Random) -> None:
@@ -76,7 +76,7 @@ class EngineInside:
         self.passes = 0
         self._listeners: list[Callable[[ForwardPass], None]] = []
         self._arriving: deque[EngineRequest] = deque()
-        self._last_delivered = 0.0  # the arrival of the last request that has arrived
+        self._last_delivered = 0.0  # arrival time of the last request that has arrived
         self._preemptions = 0
         self.prefill_tokens = 0
         self._prefill_ms = 0.0
@@ -90,7 +90,7 @@ class EngineInside:
         return f"<MockEngine {self.args.engine_type} over {self.worker.backend} at {self.now_ms:g} ms>"
 
     def _begin(self) -> None:
-        """Make the scheduler, over the worker's driver of now."""
+        """Make the scheduler over the worker's present driver."""
         self._driver = self.worker.attach(self, publishes=self.args.needs_kv_publisher)
         try:
             self.scheduler = make_scheduler(self.args, self._driver, self.worker.tiers)
@@ -101,16 +101,16 @@ class EngineInside:
             raise
 
     def number_drafts(self, number: int) -> None:
-        """Draw the drafts that are accepted, if there are any, as the worker of this number does.
+        """Draw accepted drafts, if there are any, as the worker of this number does.
 
         Raises:
-            ValueError: there is a draft model by the arguments, and one of the backend.
+            ValueError: both the arguments and the backend have a draft model.
         """
         self.scheduler.accept_drafts(accepted_drafts(self.args, self.worker, number))
 
     def worker_restarted(self) -> None:
-        """Begin again, as the worker did: nothing runs, waits or arrives, and a pass under way is lost. Time and
-        figures stay.
+        """Begin again after a restart of the worker: no request runs, waits or arrives, and a pass under way is lost.
+        Time and figures stay.
         """
         self.catch_up()
         self._arriving.clear()
@@ -122,7 +122,7 @@ class EngineInside:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What the engine is doing now."""
+        """The present state of the engine."""
         manager = self.worker.manager
         return EngineMetrics(
             running=len(self.scheduler.running),
@@ -143,7 +143,7 @@ class EngineInside:
 
     @property
     def row(self) -> WorkerRow:
-        """Its facts so far, in the form of a report."""
+        """The engine's figures so far, as a row of a report."""
         worker = self.worker
         return WorkerRow(
             worker.worker_id,
@@ -163,12 +163,12 @@ class EngineInside:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is open: none runs, waits or is to arrive."""
+        """Whether no request runs, waits or is to arrive."""
         return not (self.has_work or self._arriving)
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a pass was started and has not ended."""
+        """Whether a pass has started but not ended."""
         return self._under_way is not None
 
     def on_pass(self, listener: Callable[[ForwardPass], None]) -> None:
@@ -235,20 +235,20 @@ class EngineInside:
         recorded_ms: float | None = None,
         abort_after_tokens: int | None = None,
     ) -> EngineRequest:
-        """Give it a request that has arrived: for who drives several engines on one clock, and has its order.
+        """Take a request that has arrived, for code that drives several engines on one clock and decides their order.
 
         Args:
             prompt: as `submit` takes it.
             max_output_tokens: as `submit` takes it.
-            arrival_ms: when it arrived, from which its times count.
+            arrival_ms: when it arrived; its times count from then.
             priority: its priority.
-            recorded_ms: when it is dispatched, for who records its passes too (`record_passes`); None: it is not
-                recorded.
+            recorded_ms: when it is dispatched, for callers that also record its passes (`record_passes`); None: it is
+                not recorded.
             abort_after_tokens: as `submit` takes it.
 
         Raises:
-            OutOfBlocks: prompt and output can never fit; by 1.6.1 a prompt that is too large by itself is rejected by
-                a pass instead (vllm).
+            OutOfBlocks: prompt and output can never fit; in 1.6.1 a pass rejects a prompt that alone is too large
+                instead (vllm).
         """
         self.worker.accept(prompt)
         if not self.size.rejects_prompt(prompt.length(self.args.block_size)):
@@ -265,14 +265,14 @@ class EngineInside:
     def expect(
         self, prompt: Prompt, max_output_tokens: int, arrival_ms: float, *, abort_after_tokens: int | None = None
     ) -> EngineRequest:
-        """Open a request without giving it to the scheduler, as another engine computes its prompt.
+        """Open a request without giving it to the scheduler, because another engine computes its prompt.
 
         Returns:
-            The request; by 1.6.1 it is rejected where the prompt alone is larger than all blocks.
+            The request; in 1.6.1 it is rejected if the prompt alone is larger than all blocks.
 
         Raises:
             OutOfBlocks: prompt and output can never fit.
-            ValueError: the prompt carries what the engine names no blocks by.
+            ValueError: the prompt has keys that the engine's block hashes do not cover.
         """
         self.worker.accept(prompt)
         rejected = self.size.rejects_prompt(prompt.length(self.args.block_size))
@@ -294,20 +294,20 @@ class EngineInside:
         """Reserve blocks for the whole prompt of a request that was not submitted.
 
         Returns:
-            How many are not cached. None if there are not enough.
+            The number of blocks that are not cached; None if there are not enough blocks.
         """
         driver = cast("ReservingDriver", self._driver)  # as can_reserve says
         return driver.reserve(request.state, request.prompt_tokens)
 
     def activate(self, request: EngineRequest) -> None:
-        """Submit a request whose prompt was computed elsewhere, into the blocks that were reserved for it."""
+        """Submit a request whose prompt another engine computed into the blocks reserved for it."""
         driver = cast("ReservingDriver", self._driver)  # as can_reserve says
         driver.claim(request.state, request.prompt_tokens)
         request.computed_tokens = request.prompt_tokens
         self.scheduler.activate(request)
 
     def hold_back_prompts(self, holds: bool) -> None:
-        """Admit only requests whose prompt is computed, or again all requests."""
+        """Admit only requests whose prompt is computed, or all requests again."""
         self.scheduler.holds_back_prompts = holds
 
     def give_back(self, request: EngineRequest) -> None:
@@ -387,16 +387,16 @@ class EngineInside:
             self.call_off(request)
 
     def ends(self, request: EngineRequest) -> bool:
-        """Return whether the pass under way ends a request; its end is not reported yet."""
+        """Return whether the pass under way ends a request, whose end is not reported yet."""
         done = self._under_way
         return done is not None and (request in done.finished or request in done.rejected)
 
     def call_off(self, request: EngineRequest, *, in_pass: bool = False) -> None:
-        """Act on an open request whose client is gone, for who drives several engines on one clock.
+        """Act on an open request whose client is gone, for code that drives several engines on one clock.
 
         Args:
             request: the request.
-            in_pass: a pass that was planned is under way, at the end of which `end_plan` is called.
+            in_pass: whether a planned pass is under way, at whose end `end_plan` is called.
         """
         if in_pass or self._under_way is not None:
             self._aborts.note(request)
@@ -404,11 +404,11 @@ class EngineInside:
             self._take_out(request)
 
     def _take_out(self, request: EngineRequest, is_planned: bool = False) -> bool:
-        """Take a request out whose client is gone, between two passes; whether it is over with that, or has one more.
+        """Remove a request whose client is gone, between two passes; return False if it has one more pass.
 
         Args:
             request: the request.
-            is_planned: it was submitted so, which is recorded with that.
+            is_planned: whether the abort was given, and so recorded, at submission.
         """
         if request.number and not is_planned:  # a request of `dispatch` may have none
             self._record(Abort, request.number)
@@ -430,7 +430,7 @@ class EngineInside:
         return request in scheduler.running or request in scheduler.waiting or request in scheduler.parked
 
     def _drop(self, request: EngineRequest) -> None:
-        """Take a request out of the queues, and free what it holds, as the engine is closed."""
+        """Remove a request from the queues and free its blocks, because the engine is closed."""
         if request.number:  # a request of `dispatch` has none
             self._record(Abort, request.number)
         if request in self._arriving:
@@ -446,7 +446,7 @@ class EngineInside:
         """Drop the engine (`MockEngine.close`)."""
         self.catch_up()
         self.worker.release_events()
-        # Each is at the end or the start of its queue, so that a search among thousands is quick.
+        # In this order each request is at an end of its queue, so a search among thousands is quick.
         order = (*self._arriving, *self.scheduler.waiting, *reversed(self.scheduler.running))
         own = [each for each in self.worker.requests if isinstance(each, EngineRequest)]
         requests = dict.fromkeys((*(cast("EngineRequest", each) for each in order), *own))
@@ -460,7 +460,7 @@ class EngineInside:
         self._look_idle()
 
     def _forget_pass(self) -> None:
-        """Take back what requests and figures have of the pass that is under way, as its end never comes."""
+        """Remove the results of the pass under way from requests and figures, because it will never end."""
         done, self._under_way = self._under_way, None
         if done is None:
             return
@@ -484,10 +484,10 @@ class EngineInside:
         return self._step()
 
     def _wake(self, request: EngineRequest) -> bool:
-        return self.scheduler.wake(request)  # that of now
+        return self.scheduler.wake(request)  # the present scheduler
 
     def catch_up(self) -> None:
-        """Bring all requests up to date: those that only generate are else, until somebody looks."""
+        """Bring all requests up to date; decode-only requests are otherwise updated late."""
         woken = self.scheduler.wake_all()
         done = self._under_way
         if done is not None and woken:
@@ -509,8 +509,8 @@ class EngineInside:
         return done
 
     def _is_ready(self) -> bool:
-        """Act on who is called off by now, and wait for the next arrival where nothing runs or waits; whether a pass
-        has something to do.
+        """Act on due aborts, and wait for the next arrival if nothing runs or waits; return whether a pass has
+        something to do.
         """
         self._aborts.at(self.now_ms)
         if self._arriving and not self.has_work:
@@ -542,7 +542,7 @@ class EngineInside:
         if until_ms is not None:
             self.now_ms = max(self.now_ms, until_ms)
             tiers = self.worker.tiers
-            if tiers is not None and not self.has_work:  # otherwise the time passes with its next pass
+            if tiers is not None and not self.has_work:  # otherwise its next pass advances this time
                 tiers.pass_to(max(tiers.now, self.now_ms))
         return self.report
 
@@ -551,21 +551,21 @@ class EngineInside:
             check_number("until_ms", until_ms, unit=" (milliseconds)")
 
     def plan(self, now_ms: float, until_ms: float = math.inf) -> list[float]:
-        """Return when the passes end that can be run in one go with the same result; nothing is done yet.
+        """Return the ends of the passes that can be computed in one go with the same result; none is run yet.
 
         Args:
-            now_ms: when the first one starts.
-            until_ms: each starts before this moment.
+            now_ms: when the first pass starts.
+            until_ms: each pass starts before this moment.
         """
         if self._listeners:
             return []
-        left = self._aborts.passes_left  # it wakes those whose tokens count
+        left = self._aborts.passes_left  # it wakes the requests with a token limit
         ends = self.scheduler.plan(now_ms, until_ms)
         ends = ends if left is None else ends[:left]
         return ends if self._published is None else self._published.passes(ends)
 
     def run_plan(self, ends: list[float]) -> None:
-        """Run passes that were planned, the first of them or all."""
+        """Run planned passes: the first of them, or all."""
         self.scheduler.run_plan(ends)
         self.now_ms = ends[-1]
         self.passes += len(ends)
@@ -574,9 +574,7 @@ class EngineInside:
             self._published.ran(len(ends))
 
     def end_plan(self) -> None:
-        """End passes that were planned and run: who was called off in the last of them gets none of it, and is taken
-        out.
-        """
+        """End planned passes that were run: requests called off during the last pass are removed, without its token."""
         self._aborts.end_pass(None, self.now_ms, has_last_pass=self.scheduler.has_last_pass)
         self._aborts.reached(None)
         self._look_idle()
@@ -586,14 +584,14 @@ class EngineInside:
         self._record(RunPasses, count, self.worker.worker_id, self.worker.dp_rank)
 
     def retract_pass(self) -> None:
-        """Take back the record of the pass that is under way, if its events are lost with it: as its worker crashes."""
+        """Remove the record of the pass under way if its events are lost because the worker crashes."""
         if self.log is not None and self._under_way is not None and self.args.events_visible_at == "pass_end":
             self.log.retract_pass(self.worker.worker_id, self.worker.dp_rank)
 
     def start_pass(self, now_ms: float) -> ForwardPass:
-        """Run the next pass from this moment, without the end of it: for who drives several engines on one clock.
+        """Start the next pass at this moment without ending it, for code that drives several engines on one clock.
 
-        What the pass computes is there at once; events that are visible at its end are held until `finish_pass`.
+        Its results are there at once; events that are visible at its end are held until `finish_pass`.
 
         Raises:
             RequestError: a pass is under way.
@@ -617,13 +615,13 @@ class EngineInside:
         except FullReportError:
             worker.crash()
             raise
-        except BaseException:  # from a user's performance model; computed tokens stay
+        except BaseException:  # for example from a user's performance model; computed tokens stay
             worker.release_events()
             raise
         for request in (*done.finished, *done.rejected, *done.aborted):
             request.ended_ms = done.end_ms
             if not request.keeps_blocks or request.status == "rejected":
-                own = cast("EngineRequest", request)  # it was given no other
+                own = cast("EngineRequest", request)  # it got no other requests
                 worker.requests.remove(own)
                 own.end()
         self._under_way = done
@@ -634,9 +632,7 @@ class EngineInside:
         return done
 
     def end_pass_at(self, end_ms: float) -> None:
-        """Let the pass that is under way end at this moment, which is not before its own end: as ranks run in lock
-        step.
-        """
+        """Let the pass under way end at a moment not before its own end, for ranks in lock step."""
         done = self._under_way
         assert done is not None
         done.end_ms = end_ms
@@ -647,10 +643,11 @@ class EngineInside:
             request.ended_ms = end_ms
 
     def finish_pass(self, *, blocks_may_come: bool = False) -> ForwardPass:
-        """End the pass that is under way: its events are published, its listeners called, and its end is now.
+        """End the pass under way: publish its events, call its listeners, and set the time to its end.
 
         Args:
-            blocks_may_come: from elsewhere, so a pass without progress does not count.
+            blocks_may_come: whether blocks may come from elsewhere, so a pass without progress does not count as
+                stalled.
 
         Raises:
             EngineStalled: its requests can never make progress.
@@ -665,7 +662,7 @@ class EngineInside:
         if self._published is not None:
             self._published.end_pass(done, is_idle=not self.has_work)
         self.worker.release_events()
-        # No token comes at this moment, so passes that take no time and repeat count.
+        # Passes of no time that repeat count even then, because no token comes at this moment.
         if not blocks_may_come or (done.end_ms == done.start_ms and done.did_something):
             self._watch(done)
         for listener in self._listeners:
@@ -675,12 +672,12 @@ class EngineInside:
         return done
 
     def _look_idle(self) -> None:
-        """Publish what waits in the cache, if no request runs or waits any more."""
+        """Publish the events that wait in the cache if no request runs or waits."""
         if self._published is not None and self._under_way is None:
             self._published.look(is_idle=not self.has_work)
 
     def _watch(self, done: ForwardPass) -> None:
-        """Raise once as many passes made no progress as show that none will."""
+        """Raise after enough passes without progress to show that there will be none."""
         if done.has_generated or done.rejected or done.aborted or self.is_idle:
             self._idle_passes = 0
             return
@@ -693,7 +690,7 @@ class EngineInside:
         waiting = (*scheduler.waiting, *scheduler.parked)
         open_tokens = sum(len(request) for request in (*scheduler.running, *waiting))
         tiers = self.worker.tiers
-        # Each device block may have to travel to the host separately, and back.
+        # Each device block may have to move to the host and back separately.
         transfers = 0 if tiers is None else 2 * self.args.num_gpu_blocks
         if self._idle_passes > MOST_IDLE_PASSES + transfers + 2 * open_tokens / (budget or math.inf):
             lost = None if tiers is None else tiers.lost_text

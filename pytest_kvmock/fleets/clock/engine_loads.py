@@ -1,4 +1,4 @@
-"""The load of an engine in time, as a rank of SGLang publishes it: when, and what it says."""
+"""The load of an engine over time, as a rank of SGLang publishes it: times and contents."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleets.clock.mock_engine import MockEngine
 
 _SERVED: Final = 16
-"""By how many requests the share of prompts that is cached is estimated."""
+"""Number of requests from which the cached share of prompts is estimated."""
 
 
 def load_of(engine: MockEngine, rank: int = 0) -> LoadStat:
-    """The load that an engine reports now.
+    """Return the load that an engine reports now.
 
-    What waits is estimated by what was cached of the prompts that were served last.
+    The uncached tokens of waiting prompts are estimated by the cached share of the prompts served last.
     """
     scheduler, manager, size = engine.inside.scheduler, engine.worker.manager, engine.args.block_size
     waiting = [*scheduler.waiting, *scheduler.parked]
@@ -43,13 +43,13 @@ def load_of(engine: MockEngine, rank: int = 0) -> LoadStat:
 class EngineLoads:
     """The load stream of one engine in time.
 
-    It is called after each pass, forced for one with a part of a prompt, and in each turn of an idle loop.
+    It reports after each pass (forced if the pass computed a part of a prompt) and in each turn of an idle loop.
 
     Args:
         engine: the engine, which is idle.
-        start_ms: from when on it publishes.
-        rank: which rank it says it is.
-        interval: of calls that are not forced, every n-th goes on.
+        start_ms: the time from which it publishes.
+        rank: the rank that it reports.
+        interval: every n-th report that is not forced is sent.
     """
 
     __slots__ = ("_cadence", "_engine", "_fresh", "_idle", "_idle_ms", "_rank")
@@ -61,7 +61,7 @@ class EngineLoads:
         self._rank = rank
         self._cadence = LoadPublisher(interval)
         self._fresh: list[tuple[float, int, LoadStat]] = []
-        self._idle_ms: float | None = start_ms  # when it became idle, or last reported it
+        self._idle_ms: float | None = start_ms  # when it became idle, or last reported being idle
         self._idle = load_of(engine, rank)
         self._call(start_ms, self._idle, force=True)
 
@@ -74,7 +74,7 @@ class EngineLoads:
             self._fresh.append((now_ms, number, stat))
 
     def passed(self, start_ms: float, end_ms: float, *, prefill: bool) -> None:
-        """Take a pass that has ended."""
+        """Report after a pass that has ended."""
         self._turn(start_ms)
         stat = load_of(self._engine, self._rank)
         self._call(end_ms, stat, force=prefill)
@@ -84,13 +84,13 @@ class EngineLoads:
             self._call(end_ms, stat, force=True)
 
     def _turn(self, until_ms: float) -> None:
-        """Let the idle loop turn until a moment: it says what it said before, once a heartbeat."""
+        """Run the idle loop until a moment; it repeats the last load once per heartbeat."""
         while self._idle_ms is not None and self._idle_ms + 1000.0 * HEARTBEAT_S <= until_ms:
             self._idle_ms += 1000.0 * HEARTBEAT_S
             self._call(self._idle_ms, self._idle, force=True)
 
     def take(self, now_ms: float) -> list[tuple[float, int, LoadStat]]:
-        """Return what it has sent by now and was not taken: when, the number, the load."""
+        """Return the messages sent since the last call: time, number, load."""
         engine = self._engine
         self._turn(engine.now_ms if engine.is_in_pass else now_ms)
         fresh, self._fresh = self._fresh, []

@@ -1,4 +1,4 @@
-"""The parts of a mock engine: a worker with the sizes of its arguments, and the scheduler that they name."""
+"""The parts of a mock engine: a worker and a scheduler made from its arguments."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None, rng: Random) -> KvWorker:
-    """Make a worker of the sizes that `args` have, over a backend; half of a handoff has a KV connector.
+    """Make a worker with the sizes of `args` over a backend; an engine of a handoff gets a KV connector.
 
     Raises:
-        ValueError: they have a host, and the backend takes none.
+        ValueError: `args` have a host, which the backend does not take.
     """
     if args.has_host:
         spec.check_options({"tiers": args.num_g2_blocks})
@@ -61,10 +61,10 @@ def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None,
 
 
 def make_scheduler(args: MockEngineArgs, driver: Any, tiers: HostTime | None) -> Scheduler:
-    """Make the scheduler that `args` name, over the driver of a manager that it can use.
+    """Make the scheduler that `args` name, over the driver of a manager.
 
     Raises:
-        ValueError: it cannot use that.
+        ValueError: the scheduler cannot use this driver.
     """
     spec = args.scheduler
     if protocol_mismatch(driver, spec.driver) is not None:
@@ -98,8 +98,8 @@ def make_scheduler(args: MockEngineArgs, driver: Any, tiers: HostTime | None) ->
 
 
 def accepted_drafts(args: MockEngineArgs, worker: KvWorker, number: int) -> AcceptedDrafts | None:
-    """How many drafts each step of an engine accepts: by its arguments, or by the draft model of its backend; None:
-    there are none.
+    """Return the number of accepted drafts per step of an engine, from its arguments or its backend's draft model;
+    None: there are no drafts.
 
     Raises:
         ValueError: both have a draft model.
@@ -116,10 +116,10 @@ def accepted_drafts(args: MockEngineArgs, worker: KvWorker, number: int) -> Acce
 
 
 def publish_times(args: MockEngineArgs, worker: KvWorker) -> PublishTimes | None:
-    """When the events that wait in the cache of an engine are published; None: they do not wait.
+    """Return the times at which held events of an engine's cache are published; None: events are not held.
 
     Raises:
-        ValueError: they cannot.
+        ValueError: the manager cannot hold events.
     """
     if args.publish_every is None:
         return None
@@ -129,7 +129,7 @@ def publish_times(args: MockEngineArgs, worker: KvWorker) -> PublishTimes | None
 
 
 def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
-    """Compare the worker's sizes and the arguments.
+    """Check that the worker's sizes equal the arguments.
 
     Raises:
         ValueError: they differ.
@@ -149,7 +149,7 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
         )
     tiers = worker.tiers
     host = None if tiers is None else tiers.num_blocks
-    # Alone it makes no host, as in the original; for a worker with a host it is the host's size.
+    # `num_g2_blocks` alone makes no host, as in the original; for a worker with a host it is the host's size.
     is_asked = args.has_host or (args.num_g2_blocks is not None and host is not None)
     if is_asked and args.num_g2_blocks != host:
         if host is None:
@@ -168,7 +168,7 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
 
 
 def _check_links(args: MockEngineArgs, worker: KvWorker, host: object) -> None:
-    """Compare what `args` set of the links to a host and what the worker's was made with.
+    """Check that the links to the worker's host equal those in `args`.
 
     Raises:
         ValueError: they differ.
@@ -177,7 +177,7 @@ def _check_links(args: MockEngineArgs, worker: KvWorker, host: object) -> None:
         return
     from pytest_kvmock.engines.dynamo.host.host_offload import HostOffload
 
-    if not isinstance(host, HostOffload):  # a custom one
+    if not isinstance(host, HostOffload):  # a custom host
         return
     to_host, to_device = host.gbps
     made = {
@@ -185,7 +185,7 @@ def _check_links(args: MockEngineArgs, worker: KvWorker, host: object) -> None:
         "bandwidth_g1_to_g2_gbps": to_host,
         "bandwidth_g2_to_g1_gbps": to_device,
     }
-    if args.has_host:  # without a host of theirs, the bytes of a token are those of handoffs
+    if args.has_host:  # without a host in `args`, their bytes of a token are for handoffs
         size = worker.manager.block_size
         made["kv_bytes_per_token"] = (
             host.block_bytes // size if host.block_bytes % size == 0 else host.block_bytes / size

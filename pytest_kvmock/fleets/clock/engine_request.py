@@ -24,26 +24,26 @@ class RequestOwner(Protocol):
         """Call a request off."""
 
     def ends(self, request: EngineRequest, /) -> bool:
-        """Whether the pass under way ends a request; its end is not reported yet."""
+        """Whether the pass under way ends a request, whose end is not reported yet."""
 
 
 class EngineRequest(ScheduledRequest):
-    """One request of an engine. `MockEngine.submit` makes one; it has the attributes of `ScheduledRequest`, and these.
+    """One request of an engine, made by `MockEngine.submit`. It adds these attributes to those of `ScheduledRequest`.
 
     Args:
         owner: its engine.
         state: the driver's own request.
         prompt: the prompt.
         prompt_tokens: length of the prompt.
-        max_output_tokens: how many tokens it generates.
-        rng: source of its tokens; None if the prompt's are not known and those of the output are not used.
-        planned: tokens that are not random, by their place in the output.
+        max_output_tokens: number of tokens that it generates.
+        rng: source of its tokens; None if the prompt's tokens are unknown and output tokens are not used.
+        planned: tokens that are not random, by position in the output.
         **options: `arrival_ms` and `priority`, as `ScheduledRequest` takes them.
 
     Attributes:
         prompt: as given.
-        requested_output_tokens: how many tokens of output it asked for; `max_output_tokens` may be fewer.
-        number: its name in its engine's log; 0: it is not recorded.
+        requested_output_tokens: number of output tokens that it asked for; `max_output_tokens` may be fewer.
+        number: its number in the engine's log; 0: it is not recorded.
         abort_after_tokens: number of output tokens after which it is called off; None for no such limit.
     """
 
@@ -72,7 +72,7 @@ class EngineRequest(ScheduledRequest):
 
     @property
     def blocks(self) -> list[Block]:
-        """Its blocks in order: sequence hashes, and the UUID of a last one that is not full."""
+        """Its blocks in order: sequence hashes, and the UUID of a partial last block."""
         return list(self.state.blocks)
 
     @property
@@ -81,7 +81,7 @@ class EngineRequest(ScheduledRequest):
         return self.first_reused_tokens
 
     def abort(self) -> None:
-        """Abort the request, as its client is gone; see `MockEngine.abort`.
+        """Abort the request because its client is gone; see `MockEngine.abort`.
 
         Raises:
             RequestError: it is finished, rejected, aborted or lost.
@@ -91,26 +91,26 @@ class EngineRequest(ScheduledRequest):
         self._owner.abort(self)
 
     def end(self) -> None:
-        """Drop the source of its tokens, as none follows; a large thing."""
+        """Drop the source of tokens, a large object, because no token follows."""
         self._rng = None
 
     def lose(self) -> None:
-        """Give the request up, as its worker restarts."""
+        """Give the request up because its worker restarts."""
         self.status = "lost"
 
     def next_token(self) -> int:
-        """The token that it generates next: random, or a planned one."""
+        """Return the next generated token, random or planned."""
         if self._rng is None:
             return 0
         token = self._planned.get(self.generated_tokens) if self._planned else None
         return self._rng.getrandbits(32) if token is None else token
 
     def next_tokens(self, count: int) -> Sequence[int]:
-        """The tokens that it generates next, as `count` calls of `next_token` would return them."""
+        """Return the next generated tokens, as `count` calls of `next_token` would."""
         if self._rng is None:
             return [0] * count
         if type(self._rng) is Random and not self._planned:
-            # Python draws the same words at once as one by one; the first one is the lowest.
+            # One large draw has the same words as single draws; the first word is the lowest.
             words = array("I", self._rng.getrandbits(32 * count).to_bytes(4 * count, "little"))
             if sys.byteorder == "big":
                 words.byteswap()

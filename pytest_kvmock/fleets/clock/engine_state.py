@@ -1,4 +1,4 @@
-"""What an engine is doing at a moment, and the errors of one that can do nothing."""
+"""The state and size of an engine, and the errors of an engine without progress."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class EngineStalled(KvMockError, RuntimeError):  # noqa: N818 - what happened to
         now_ms: when, in virtual milliseconds.
         running: the requests that run.
         waiting: the requests that wait.
-        passes: how many passes made no progress; 0 where it takes other engines to make progress, and they do not.
-        lost: which blocks of the device will never be free, and why; None if none were lost.
+        passes: number of passes without progress; 0 if progress needs other engines, which make none.
+        lost: the device blocks that will never be free, and why; None if there are none.
     """
 
     def __init__(
@@ -61,12 +61,12 @@ class EngineMetrics:
 
     Attributes:
         running: requests that run.
-        waiting: requests that arrived and wait, including those that were preempted, or wait for blocks from the host.
+        waiting: requests that arrived and wait, including those that were preempted or wait for blocks from the host.
         arriving: requests that have not arrived yet.
         active_blocks: blocks in use.
-        total_blocks: blocks that it has.
-        preemptions: how often a request was preempted.
-        prefill_us: how long its passes computed prompts, in microseconds.
+        total_blocks: number of its blocks.
+        preemptions: number of preemptions.
+        prefill_us: time that its passes spent on prompts, in microseconds.
     """
 
     running: int
@@ -83,7 +83,7 @@ class EngineMetrics:
         return self.active_blocks / self.total_blocks
 
     def to_json(self) -> dict[str, Any]:
-        """Return it by the keys of Dynamo's worker metrics."""
+        """Return the state under the keys of Dynamo's worker metrics."""
         return {
             "active_decode_blocks": self.active_blocks,
             "gpu_cache_usage_perc": self.cache_usage,
@@ -95,20 +95,19 @@ class EngineMetrics:
 
 
 class EngineSize(NamedTuple):
-    """The size of an engine: what can ever be served there, however empty it is.
+    """The size of an engine: the largest requests that it can serve when it is empty.
 
     Attributes:
         block_size: tokens in a block.
-        blocks: how many it has.
-        rejects: whether it rejects a prompt that is larger than all of them, when its turn comes, or as it is to be
-            handed over to it.
-        most_tokens: of a request, prompt and output together: a longer prompt is rejected, output ends there; None:
-            any.
+        blocks: number of its blocks.
+        rejects: whether it rejects a prompt that is larger than all of them, at its turn or at the hand-over.
+        most_tokens: maximum tokens of a request, prompt and output together: a longer prompt is rejected, and output
+            ends there; None: no limit.
         last_token_free: whether the last token of output needs no block.
-        groups: what the cache groups of a hybrid model need together; None: a request needs a block for each
-            `block_size` tokens.
-        longest: the most tokens of a request that its manager takes (`max_model_len` of `VllmHybridManager`); None:
-            any.
+        groups: the joint needs of a hybrid model's cache groups; None: a request needs a block for each `block_size`
+            tokens.
+        longest: maximum tokens of a request that its manager takes (`max_model_len` of `VllmHybridManager`); None: no
+            limit.
     """
 
     block_size: int
@@ -125,7 +124,7 @@ class EngineSize(NamedTuple):
         release = args.release
         rejects = release.rejects_prompts or (release.reserves_destination and args.worker_type == "decode")
         last_token_free = release.last_token_free or (release.destination_first and args.worker_type == "prefill")
-        # Of vLLM's cache groups; only 1.6.1 asks for as many as windows hold at once (`need_whole`).
+        # For vLLM's cache groups; only 1.6.1 needs all blocks that windows hold at once (`need_whole`).
         of = driver.powers.groups
         groups = None if of is None else of.alone(args.max_num_batched_tokens, capped=release.last_token_free)
         longest = getattr(driver.manager, "max_model_len", None)
@@ -140,7 +139,7 @@ class EngineSize(NamedTuple):
         return (-(-tokens // self.block_size) if self.groups is None else self.groups.to_admit(tokens)) > self.blocks
 
     def output_of(self, prompt: int, output: int) -> int:
-        """Return how many tokens are generated after `prompt` tokens where `output` tokens are asked for."""
+        """Return the number of tokens generated after `prompt` tokens if a request asks for `output` tokens."""
         return output if self.most_tokens is None else max(0, min(output, self.most_tokens - prompt))
 
     def check(self, prompt: int, output: int, request: str, engines: str) -> None:
@@ -149,8 +148,8 @@ class EngineSize(NamedTuple):
         Args:
             prompt: tokens of the prompt.
             output: tokens that it asks for.
-            request: the first words of the message, which say which one.
-            engines: what they must fit.
+            request: the first words of the message, which name the request.
+            engines: the engines that they must fit, for the message.
 
         Raises:
             RequestTooLarge: they need more blocks than there are.
@@ -173,18 +172,18 @@ class EngineSize(NamedTuple):
         computed = prompt + max(output - 1, 0)  # the last token is never computed
         least, most = -(-computed // self.block_size), self.groups.at_most(computed)
         if least > self.blocks:
-            return max(least, self.groups.to_admit(prompt))  # a quick count shows that it can never fit
+            return max(least, self.groups.to_admit(prompt))  # it can never fit
         if most <= self.blocks or self.rejects_prompt(prompt):
             return least
         return max(self.groups.to_admit(prompt), self.groups.to_compute(prompt, computed))
 
 
 class RequestTooLarge(OutOfBlocks):
-    """A request that can never fit an engine, however empty that is; nothing has happened.
+    """A request that can never fit an engine, even an empty one; nothing has happened.
 
     Attributes:
-        request: which one, and its size in tokens: the first words of the message.
-        engines: what it does not fit.
+        request: the request and its size in tokens: the first words of the message.
+        engines: the engines that it does not fit.
     """
 
     def __init__(self, requested: int, available: int, request: str, engines: str) -> None:

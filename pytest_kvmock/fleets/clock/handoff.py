@@ -1,6 +1,6 @@
-"""Handoffs: a prefill engine computes a prompt, and a decode engine gets its KV over a link, and generates.
+"""Handoffs: a prefill engine computes a prompt, and a decode engine gets its KV over a link and generates tokens.
 
-One subject: what happens to a request between the two engines, by release.
+One subject: the steps of a request between the two engines, by release.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 # Theory of operation
 #
 # 1.2.1 (`Handoffs`). When a prefill pass has computed the whole prompt, its blocks are free, and the link takes the
-# request to the next decode engine in turn, where it arrives as any request does. While it is on the link it is not
-# open, so a closed loop dispatches another one. A prefill pass of no time hands over before a decode engine starts its
-# pass.
+# request to the next decode engine in turn, where it arrives as any request does. While it is on the link, it does not
+# count as open, so a closed loop dispatches another request. A prefill pass of no time hands over before a decode
+# engine starts its pass.
 #
-# 1.6.1 (`ReservingHandoffs`). The KV has an owner at every moment. A handoff goes through these actions, each caused by
-# the one before it; they are taken one at a time, in the order in which they were caused:
+# 1.6.1 (`ReservingHandoffs`). The KV has an owner at every moment. A handoff consists of these actions, each caused by
+# the previous one; they are taken one at a time, in the order in which they were caused:
 #
 #   reserve   The prompt is computed, and stays allocated at its source ("held"). The next decode engine in turn is its
 #             destination, where it queues for blocks.
@@ -41,22 +41,21 @@ if TYPE_CHECKING:
 #             given back. The request waits at the decode engine as one whose prompt is computed.
 #   release   The source frees its blocks; they stay cached there.
 #
-# Actions are taken before requests arrive, and over vLLM's type passes start before that, too, though who follows on a
-# request that these reject arrives after those who are due already. Transfers that end together act in the order of
-# arrival, and what is handed over waits in the order in which its blocks were asked for.
-# An engine in a pass is left alone: activation and release wait for the end of its pass, before what that end causes.
-# A destination looks at the first of its queue, and at no other: when a pass of its ends, also one that could do
-# nothing, when a request joins its queue while it runs no pass, and after an activation. Nothing is reserved while as
-# many requests run as may run at once, nor, after a try that failed, before blocks or a place among the running ones
-# have become free. While its queue is not empty a decode engine admits no preempted request, which would compute its
-# prompt again, but those that are activated. A prompt that the whole pool of its destination cannot hold fails: its
-# source frees it, and nothing is generated.
+# Actions are taken before requests arrive. Over vLLM's type, passes also start before that; if they reject a request,
+# its successor arrives after the requests that are due already. Transfers that end together act in the order of
+# arrival, and handed-over requests wait in the order in which their blocks were requested. An engine in a pass is not
+# changed: activation and release wait for the end of its pass, and come before the actions that the end causes. A
+# destination tries only the first request of its queue: when one of its passes ends (even one that could do nothing),
+# when a request joins its queue while it runs no pass, and after an activation. It reserves nothing while the maximum
+# number of requests runs, nor, after a failed try, before blocks or a running place become free. While its queue is not
+# empty, a decode engine admits only activated requests, not preempted ones, which would compute their prompts again. A
+# prompt that is larger than the destination's pool fails: its source frees it, and no token is generated.
 #
-# A pair of SGLang's begins with the destination (`DestinationFirst`): reserve, then the prompt is computed ("prefill"),
-# then transfer, activate, release. One that its source rejects gives back what was reserved for it, and its destination
-# looks at its queue again: at once, or where it is in a pass once more as that ends.
+# An SGLang pair begins with the destination (`DestinationFirst`): reserve, then the prompt is computed ("prefill"),
+# then transfer, activate, release. If the source rejects a request, its reserved blocks are given back, and the
+# destination tries its queue again: at once, or, if it is in a pass, again at the end of the pass.
 #
-# A request is open from its arrival to its last token. A pass of no time ends as it starts, and what it causes comes
+# A request is open from its arrival to its last token. A pass of no time ends when it starts, and its consequences come
 # after all passes that start at that moment.
 
 
@@ -66,20 +65,21 @@ class Handoff:
     Attributes:
         turn: the request of the trace.
         arrival_ms: when it arrived.
-        source: the prefill engine; None before it has one.
-        prefilled: the request there, which generates no token that counts.
-        leg: of P/D pairs, the decode leg as its engine has it; None: it was not sent, or without parameters.
-        order: its place among all that were begun.
-        fresh_tokens: tokens of the blocks that were reserved and not cached; None before.
-        destination: the decode engine; it has one when it has a request there.
-        request: the request there, the one that is reported.
+        source: the prefill engine; None before it is chosen.
+        prefilled: the request on the prefill engine, whose token does not count.
+        leg: for P/D pairs, the decode leg in its engine; None: it was not sent, or sent without parameters.
+        order: its place among all handoffs, in the order of their begin.
+        fresh_tokens: tokens of the reserved blocks that were not cached; None before.
+        destination: the decode engine; set together with `request`.
+        request: the request on the decode engine, which is reported.
         held_ms: when the prompt was computed.
         reserved_ms: when the destination had blocks for it.
-        activated_ms: when the transfer was through and the destination had the request.
+        activated_ms: when the transfer had ended and the destination had the request.
         released_ms: when the source freed its blocks.
-        decode_admitted_ms: start of the pass that admitted it at the destination. As below, known once it has finished.
-        decode_reused_tokens: the most tokens that the destination found cached as it resumed it; what it found as it
-            reserved blocks does not count.
+        decode_admitted_ms: start of the pass that admitted it at the destination. This and the next value are known
+            when it has finished.
+        decode_reused_tokens: the most tokens that the destination found cached when it resumed the request; hits at the
+            reservation do not count.
     """
 
     __slots__ = (
@@ -119,13 +119,13 @@ class Handoff:
 
     @property
     def transfer_ms(self) -> float:
-        """How long its KV takes over the link of its source; 0 where that has none."""
+        """Time of its KV transfer over the link of its source; 0 without a link."""
         assert self.source is not None
         assert self.prefilled is not None
         return self.source.args.handoff_ms(self.prefilled.prompt_tokens, self.fresh_tokens)
 
     def to_json(self) -> dict[str, Any]:
-        """Return it by the keys of Dynamo's report; what did not happen is None."""
+        """Return the handoff under the keys of Dynamo's report; None for steps that did not happen."""
         prefilled = self.prefilled
         return {
             "reused_input_tokens": 0 if prefilled is None else prefilled.reused_tokens,
@@ -139,7 +139,7 @@ class Handoff:
         }
 
     def take_over(self) -> None:
-        """Let the request be reported with what its source found."""
+        """Give the request the admission and hits of its source, for the report."""
         request, prefilled = self.request, self.prefilled
         assert request is not None
         assert prefilled is not None
@@ -152,19 +152,19 @@ _Action: TypeAlias = "tuple[Callable[[Handoff, float], None], Handoff]"
 
 
 class Handoffs:
-    """Handoffs as 1.2.1 makes them.
+    """Handoffs by the rules of 1.2.1.
 
     Args:
         sources: the prefill engines.
-        expect: opens the request of a handoff at the next decode engine in turn, sets both, and returns it.
-        arrivals: counts requests that are on the link as not open, where a closed loop does so.
-        passes: of all engines.
+        expect: opens the request of a handoff on the next decode engine in turn, sets both, and returns the request.
+        arrivals: in a closed loop, counts requests on the link as not open.
+        passes: the passes of all engines.
 
     Attributes:
         keeps_blocks: whether a prompt stays allocated at its source when it is computed.
         starts_first: whether passes start before requests arrive.
-        made: the handoffs, in the order in which they were begun.
-        link_ms: how long transfers of P/D pairs took in all, which may overlap.
+        made: the handoffs, in the order in which they began.
+        link_ms: sum of the times of all transfers of P/D pairs, which may overlap.
     """
 
     keeps_blocks = False
@@ -190,7 +190,7 @@ class Handoffs:
 
     @property
     def next_ms(self) -> float:
-        """When the next transfer is through, or something is to be done; infinite if there is nothing."""
+        """The time at which the next transfer ends or an action is due; infinite if there is none."""
         return self._transfers[0][0] if self._transfers else math.inf
 
     @property
@@ -220,7 +220,7 @@ class Handoffs:
         self._passes.touch(source, now_ms)
 
     def _dispatch(self, handoff: Handoff, source: MockEngine | None = None) -> tuple[MockEngine, EngineRequest]:
-        """Give a prompt to a prefill engine; None: to the next one."""
+        """Give a prompt to a prefill engine; `source` None: the next one."""
         source = handoff.source = source or next(self._next_source)
         output = min(1, handoff.turn.trace.output_length)
         request = handoff.prefilled = source.inside.dispatch(handoff.turn.prompt, output, handoff.arrival_ms)
@@ -234,10 +234,10 @@ class Handoffs:
         return handoff
 
     def give_back(self, handoff: Handoff) -> None:
-        """Free the blocks that were reserved for a request which its source rejected."""
+        """Free the blocks reserved for a request that its source rejected."""
 
     def unsend(self, handoff: Handoff) -> None:
-        """Do not send a leg that is yet to be sent: its client is gone."""
+        """Cancel a leg that is still to be sent, because its client is gone."""
 
     def waits_for(self, engine: MockEngine) -> bool:  # noqa: ARG002 - nothing waits here
         """Whether something waits for the end of the engine's next pass."""
@@ -262,7 +262,7 @@ class Handoffs:
         self._sequence += 1
 
     def at(self, now_ms: float) -> None:
-        """End the transfers that are through."""
+        """End the transfers that are due."""
         while self.next_ms <= now_ms:
             self._arrivals.enter()
             self._arrive(heappop(self._transfers)[2], now_ms)
@@ -278,9 +278,9 @@ class _Queue:
     """The handoffs that queue for blocks of one decode engine.
 
     Attributes:
-        handoffs: in order of arrival.
-        freed: how often blocks, or a place among the running requests, became free.
-        tried: `freed` at the last try of the first one; None before.
+        handoffs: the handoffs, in order of arrival.
+        freed: how often blocks or a running place became free.
+        tried: `freed` at the last try of the first handoff; None before.
     """
 
     __slots__ = ("freed", "handoffs", "tried")
@@ -292,7 +292,7 @@ class _Queue:
 
 
 class ReservingHandoffs(Handoffs):
-    """Handoffs as 1.6.1 makes them.
+    """Handoffs by the rules of 1.6.1.
 
     Args:
         sources: the prefill engines.
@@ -303,7 +303,7 @@ class ReservingHandoffs(Handoffs):
         rejected: called with a request whose prompt its destination can never hold.
 
     Attributes:
-        needs_seat: whether nothing is reserved while as many requests run as may run at once.
+        needs_seat: whether nothing is reserved while the maximum number of requests runs.
     """
 
     keeps_blocks = True
@@ -346,7 +346,7 @@ class ReservingHandoffs(Handoffs):
 
     @property
     def next_ms(self) -> float:
-        """When the next transfer is through, or an action is to be taken; infinite if there is neither."""
+        """The time at which the next transfer ends or an action is due; infinite if there is none."""
         return -math.inf if self._actions else super().next_ms
 
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
@@ -375,16 +375,16 @@ class ReservingHandoffs(Handoffs):
 
     @staticmethod
     def _settle(handoff: Handoff) -> None:
-        """Note what the destination found of a finished request, which is reported with what its source found."""
+        """Note the destination's admission and hits of a finished request, which is reported with those of its
+        source.
+        """
         assert handoff.request is not None
         handoff.decode_admitted_ms = handoff.request.admitted_ms
         handoff.decode_reused_tokens = handoff.request.reused_tokens
         handoff.take_over()
 
     def at(self, now_ms: float) -> None:
-        """End the transfers that are through; take the actions that were caused, and those that they cause in their
-        turn.
-        """
+        """End the transfers that are due; take the pending actions, and those that they cause."""
         while self._transfers and self._transfers[0][0] <= now_ms:
             self._actions.append((self._activate, heappop(self._transfers)[2]))
         while self._actions:
@@ -403,11 +403,11 @@ class ReservingHandoffs(Handoffs):
             return
         self._queues[engine].handoffs.append(handoff)
         engine.inside.hold_back_prompts(True)
-        self._passes.touch(engine, now_ms)  # it may admit others now
+        self._passes.touch(engine, now_ms)  # it may admit other requests now
         self._retry(handoff, now_ms)
 
     def _retry(self, handoff: Handoff, now_ms: float) -> None:
-        if not self._passes.is_busy(handoff.destination, now_ms):  # otherwise the end of its pass does
+        if not self._passes.is_busy(handoff.destination, now_ms):  # otherwise the end of its pass tries
             self._try_next(handoff.destination, now_ms)
 
     def _transfer(self, handoff: Handoff, now_ms: float) -> None:
@@ -417,7 +417,9 @@ class ReservingHandoffs(Handoffs):
             self._actions.append((self._activate, handoff))
 
     def _is_deferred(self, engine: MockEngine, action: _Action, now_ms: float) -> bool:
-        """Let something happen to an engine, or put it off where that is in a pass; whether it was."""
+        """Touch an engine for an action, or defer the action if the engine is in a pass; return whether it was
+        deferred.
+        """
         if self._passes.is_busy(engine, now_ms):
             self._deferred.setdefault(engine, []).append(action)
             return True
@@ -425,13 +427,15 @@ class ReservingHandoffs(Handoffs):
         return False
 
     def _try_next(self, engine: MockEngine, now_ms: float) -> None:
-        """Reserve blocks for the first of an engine's queue, and cause what comes of it."""
+        """Reserve blocks for the first handoff of an engine's queue, and queue the resulting action."""
         reserved = self._reserve_first(engine, now_ms)
         if reserved is not None:
             self._actions.append(reserved)
 
     def _reserve_first(self, engine: MockEngine, now_ms: float) -> _Action | None:
-        """Reserve blocks for the first of an engine's queue, if that is due and they are there; what that causes."""
+        """Reserve blocks for the first handoff of an engine's queue, if due and possible; return the resulting
+        action.
+        """
         queue = self._queues[engine]
         if not queue.handoffs or queue.tried == queue.freed:
             return None
@@ -482,17 +486,17 @@ class ReservingHandoffs(Handoffs):
 
 
 class DestinationFirst(ReservingHandoffs):
-    """Handoffs as pairs of SGLang's engines make them in 1.6.1: blocks are reserved before the prompt is computed."""
+    """Handoffs of SGLang pairs in 1.6.1: blocks are reserved before the prompt is computed."""
 
     starts_first = False
     needs_seat = False
 
     def begin(self, turn: Turn, arrival_ms: float, now_ms: float) -> None:  # noqa: ARG002 - an action does it
-        """Ask for blocks for the prompt; no engine is given the request yet."""
+        """Request blocks for the prompt; no engine gets the request yet."""
         self._actions.append((self._reserve, self.new(turn, arrival_ms)))
 
     def give_back(self, handoff: Handoff) -> None:
-        """Free the blocks that were reserved for a request which its source rejected; the next one is tried."""
+        """Free the blocks reserved for a request that its source rejected; the next handoff is tried."""
         assert handoff.request is not None
         handoff.destination.inside.give_back(handoff.request)
         self._queues[handoff.destination].freed += 1
@@ -506,8 +510,7 @@ class DestinationFirst(ReservingHandoffs):
         """Note the end of a pass; None: of passes that were made in one go.
 
         Raises:
-            EngineStalled: a decode engine runs requests, and has no page for any: the original tries that forever,
-                whatever else could happen.
+            EngineStalled: a decode engine runs requests but has no page for any; the original retries this forever.
         """
         if engine in self._queues and done is not None:
             scheduler = engine.inside.scheduler

@@ -1,5 +1,5 @@
-"""A whole mock engine in virtual time: requests arrive, a scheduler decides, passes take time, tokens and events come
-out. Its public class is here; `engine_inside` has the implementation.
+"""A mock engine in virtual time: requests arrive, a scheduler decides, passes take time, tokens and events come out.
+The public class is here; `engine_inside` has the implementation.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class MockEngine:
     """One engine in virtual time: a worker, its scheduler and a clock that only passes move.
 
     Args:
-        args: its arguments; by default those with which Dynamo's mocker starts. It is one rank, whatever `dp_size`
-            says.
+        args: its arguments; by default those of Dynamo's mocker. The engine is one rank, whatever `dp_size` is.
         backend: name or spec of its block manager, if no worker is given; by default "lineage", or "sglang" for
             `engine_type="sglang"`.
         sink: where its events are published, if no worker is given.
@@ -42,9 +41,9 @@ class MockEngine:
 
     Attributes:
         args: as given, with the release of Dynamo that it follows as `semantics`.
-        worker: its worker: manager, requests, restarts.
-        size: what can ever be served here.
-        inside: its clock and its scheduler, for who drives several engines on one clock.
+        worker: its worker, with manager, requests and restarts.
+        size: the largest requests that it can serve.
+        inside: its clock and scheduler, for code that drives several engines on one clock.
     """
 
     def __init__(
@@ -80,12 +79,12 @@ class MockEngine:
 
     @property
     def requests(self) -> list[EngineRequest]:
-        """All requests that it was given; while a fleet or a replay runs, they are up to date after `catch_up`."""
+        """All requests that it got; while a fleet or a replay runs, they are up to date after `catch_up`."""
         return self.inside.requests
 
     @property
     def passes(self) -> int:
-        """How many forward passes it ran."""
+        """Number of forward passes that it ran."""
         return self.inside.passes
 
     @property
@@ -95,7 +94,7 @@ class MockEngine:
 
     @property
     def metrics(self) -> EngineMetrics:
-        """What the engine is doing now."""
+        """The present state of the engine."""
         return self.inside.metrics
 
     @property
@@ -110,12 +109,12 @@ class MockEngine:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is open: none runs, waits or is to arrive."""
+        """Whether no request runs, waits or is to arrive."""
         return self.inside.is_idle
 
     @property
     def is_in_pass(self) -> bool:
-        """Whether a pass was started and has not ended."""
+        """Whether a pass has started but not ended."""
         return self.inside.is_in_pass
 
     def on_pass(self, listener: Callable[[ForwardPass], None]) -> None:
@@ -136,20 +135,20 @@ class MockEngine:
 
         Args:
             prompt: tokens, or hashes.
-            max_output_tokens: how many tokens it generates, at least 1; in the semantics of 1.6.1 over `vllm` also 0.
-                There it generates fewer where it would be longer than `max_model_len`.
-            arrival_ms: when it arrives; not before the request before it. None: now, or with the request before it
-                where that arrives later.
-            priority: larger is served first, where the engine's policy has priorities.
-            abort_after_ms: milliseconds after its arrival at which it is called off, as its client goes, if it is
-                open then; see `abort`.
-            abort_after_tokens: or when this many of its tokens have come out, whichever comes first.
+            max_output_tokens: number of tokens to generate, at least 1; in the semantics of 1.6.1 over `vllm` also 0.
+                There, output ends at `max_model_len`.
+            arrival_ms: when it arrives; not before the previous request. None: now, or with the previous request if
+                that arrives later.
+            priority: larger is served first, if the engine's policy has priorities.
+            abort_after_ms: milliseconds after its arrival at which its client leaves and it is called off, if it is
+                still open; see `abort`.
+            abort_after_tokens: number of output tokens after which it is called off, if that is earlier.
 
         Raises:
-            OutOfBlocks: prompt and output can never fit, however empty the engine is. (SGLang's scheduler needs a
-                little more than they are; what it can never admit ends in `EngineStalled`.)
-            ValueError: an argument out of range, or a prompt that carries what the engine names no blocks by; nothing
-                has changed.
+            OutOfBlocks: prompt and output can never fit, even in an empty engine. (SGLang's scheduler needs slightly
+                more room than their size; a request that it can never admit ends in `EngineStalled`.)
+            ValueError: an argument is out of range, or the prompt has keys that the engine's block hashes do not cover;
+                nothing has changed.
         """
         return self.inside.submit(
             prompt,
@@ -163,14 +162,14 @@ class MockEngine:
     def abort(self, request: EngineRequest) -> None:
         """Call off an open request whose client is gone; `EngineRequest.abort` calls it.
 
-        Between two passes it leaves the engine at once: its blocks are freed, nothing more of it is published, and what
-        is cached stays so. While a pass is under way that happens at its end, before tokens are handed out: it gets
-        none of that pass, be it its last one. Over SGLang's own caches ("sglang" and its hybrid models) only one that
-        waits leaves so; one that runs has one more pass, and ends with that as others do, with a checkpoint (SGLang
-        0.5.23: `Scheduler.abort_request`).
+        Between two passes, the request leaves the engine at once: its blocks are freed, no further events of it are
+        published, and cached blocks stay cached. During a pass, this happens at the end of the pass, before tokens are
+        handed out: the request gets no token of that pass, even if it is its last. Over SGLang's own caches ("sglang"
+        and its hybrid models) only waiting requests leave like this; a running request has one more pass and then ends
+        like others, with a checkpoint (SGLang 0.5.23: `Scheduler.abort_request`).
 
         Raises:
-            RequestError: it is not an open request of this engine.
+            RequestError: `request` is not an open request of this engine.
         """
         self.inside.abort(request)
 
@@ -178,7 +177,7 @@ class MockEngine:
         """Run one forward pass; if nothing runs or waits, first wait for the next arrival.
 
         Returns:
-            What the pass did; a pass of no time that did nothing if no request is open.
+            The result of the pass; an empty pass of no time if no request is open.
 
         Raises:
             EngineStalled: its requests can never make progress.
@@ -189,9 +188,9 @@ class MockEngine:
         """Run passes until no request is open, or until a moment.
 
         Args:
-            until_ms: no pass is started at or after it; the engine's time is then at least that. A pass that began
-                before may end after it, so it may be in the past: nothing happens then. None: to the end. With a host,
-                transfers that are done by then are published, if no request is left.
+            until_ms: no pass starts at or after this time, and the engine's time is then at least this. A pass that
+                began before may end after it, so the value may be in the past; then nothing happens. None: to the end.
+                With a host, transfers that are done by then are published if no request is left.
 
         Raises:
             EngineStalled: its requests can never make progress.
@@ -200,14 +199,14 @@ class MockEngine:
         return self.inside.run(until_ms)
 
     def catch_up(self) -> None:
-        """Bring all requests up to date: those that only generate are else, until somebody looks."""
+        """Bring all requests up to date; decode-only requests are otherwise updated late."""
         self.inside.catch_up()
 
     def close(self) -> None:
-        """Drop the engine: abort each open request; all its blocks are free, and full ones stay cached.
+        """Close the engine: abort each open request and free all blocks; full blocks stay cached.
 
-        A pass that is under way gives no tokens, and ends no request; events that are held for its end are published.
-        Its worker stays, and so do time, `requests` and `report`. To leave the engine as a context manager does this.
+        A pass under way gives no tokens and ends no request; events that are held for its end are published. The
+        worker, the time, `requests` and `report` stay. Leaving the engine's `with` block does the same.
         """
         self.inside.close()
 

@@ -1,8 +1,7 @@
-"""Handoffs of engines that have ports of their own, over a link: what vLLM's and SGLang's pairs have in common.
+"""The common part of vLLM's and SGLang's P/D handoffs: engines with ports, over a link.
 
-Theory of operation. Both legs of a request are requests of their engines' own schedulers. What
-happens between two engines is a matter of their ports; a link says how long bytes take, and what
-befalls them.
+Theory of operation. Both legs of a request are requests of their engines' schedulers. The ports handle everything
+between two engines; a link gives the times and faults of transfers.
 """
 
 from __future__ import annotations
@@ -28,26 +27,27 @@ if TYPE_CHECKING:
 PortT = TypeVar("PortT")
 
 FAULTS: Final = ("fails", "late", "handshake", "never", "stale", "used again")
-"""What may befall a transfer.
+"""The faults of a transfer.
 
-It fails when its bytes would have arrived; it is late; no connection is made; its bytes never come;
-its decode
-leg is sent when the lease is over; its parameters are given to a second decode leg, too."""
+In this order: it fails when its bytes would have arrived; it is late; no connection is made; its bytes never arrive;
+its decode leg is sent when the lease is over; its parameters also go to a second decode leg.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class PairLink:
-    """A link.
+    """A link between prefill and decode engines.
 
     Attributes:
-        ms: milliseconds for n tokens; None: by `kv_bytes_per_token` and
-            `kv_transfer_bandwidth` of the prefill engine, or 0.
-        faults: what befalls a request's transfer, one of `FAULTS`, by the request's place among
-            those that were handed over, from 0.
-        late_ms: how much longer a late one takes.
+        ms: returns the milliseconds for n tokens; None: by `kv_bytes_per_token` and `kv_transfer_bandwidth` of the
+            prefill engine, or 0.
+        faults: the fault of a transfer, one of `FAULTS`, by the request's place among those that are handed over, from
+            0.
+        late_ms: the additional time of a late transfer.
 
     Raises:
-        ValueError: a fault is none, a place is not an integer of at least 0, or a time no number of at least 0.
+        ValueError: a fault is unknown, a place is not an integer of at least 0, or a time is not a number of at least
+            0.
     """
 
     ms: Callable[[int], float] | None = None
@@ -67,10 +67,10 @@ class PairLink:
                 raise ValueError(f"link: a fault must be {', '.join(map(repr, FAULTS))}, got {fault!r:.80}")
 
     def duration_ms(self, tokens: int, usual_ms: float) -> float:
-        """How long a transfer of `tokens` tokens takes, in milliseconds.
+        """Return the time of a transfer of `tokens` tokens, in milliseconds.
 
         Raises:
-            ValueError: the function returns no finite number of at least 0.
+            ValueError: the function does not return a finite number of at least 0.
         """
         if self.ms is None:
             return usual_ms
@@ -81,7 +81,7 @@ class PairLink:
 
 
 class PairHandoffs(Handoffs, Generic[PortT]):
-    """Handoffs of engines that have ports of their own, over a link.
+    """Handoffs of engines with ports, over a link.
 
     Args:
         sources: the prefill engines.
@@ -89,12 +89,12 @@ class PairHandoffs(Handoffs, Generic[PortT]):
         arrivals: as of `Handoffs`.
         passes: as of `Handoffs`.
         destinations: the decode engines.
-        finished: called with a request at a decode engine that has ended with an error, or is refused at once.
-        link: between all of them.
+        finished: called with a decode engine's request that ended with an error or was refused at once.
+        link: the link between all of them.
 
     Attributes:
         at_once: whether both legs of a request are sent at once (Mooncake).
-        on_answer: takes what a prefill leg was answered, None: nothing that a decode leg could carry; without it the
+        on_answer: called with the answer of a prefill leg (None: an answer without parameters); if it is not set, the
             decode leg is sent at once.
     """
 
@@ -123,20 +123,20 @@ class PairHandoffs(Handoffs, Generic[PortT]):
 
     @staticmethod
     def join_ranks(engines: Sequence[MockEngine]) -> None:
-        """Let engines be the ranks of one worker, in their order, as they were taken."""
+        """Join engines as the ranks of one worker, in this order."""
         if len(engines) > 1:
             ports = [each.worker.pair for each in engines]
             ports[0].join_ranks(ports)
 
     def _ended(self, engine: MockEngine, request: EngineRequest, status: ScheduledStatus, now_ms: float) -> None:
-        """End a request of an engine that does not come to its end."""
+        """End a request of an engine early."""
         request.status, request.ended_ms = status, now_ms
         engine.worker.requests.remove(request)
 
     def _held(self, done: ForwardPass, now_ms: float) -> Iterator[tuple[Handoff, EngineRequest]]:
-        """The handoffs whose prompts a source has computed, with the requests there."""
+        """Yield the handoffs whose prompts a source has computed, with the source's requests."""
         for ended in done.finished:
-            request = cast("EngineRequest", ended)  # it was given no other
+            request = cast("EngineRequest", ended)  # it got no other requests
             handoff = self._of.pop(request)
             handoff.held_ms = now_ms
             yield handoff, request

@@ -1,15 +1,14 @@
-"""The clock that engines share: it jumps to the next moment at which something happens, and there each stage acts in
-its turn.
+"""The clock that engines share: it jumps to the next moment at which something happens, where each stage acts in turn.
 
 One subject: when passes of engines start and end.
 
 Theory of operation. A stage is one kind of thing that happens in time: passes end, requests arrive, passes start. At a
-moment each acts, in their order, and again until nothing is due at it. An engine takes a seat, and starts a pass when
-it has requests and runs none; not one that could do nothing, before something happens to it.
+moment, the stages act in order, again and again until nothing is due. An engine takes a seat, and starts a pass when it
+has requests and runs no pass. After a pass that could do nothing, it waits until something happens to it.
 
-An engine that would only decode plans all its passes up to one that does something else, and the clock jumps to the
-last one's end: their results are the same. Where something happens to the engine before, the plan is cut behind
-the pass that is under way then. The passes of a plan are computed when it ends.
+An engine that would only decode plans all its passes up to one that does something else, and the clock jumps to the end
+of the last one; the results are the same. If something happens to the engine earlier, the plan is cut after the pass
+that is then under way. The passes of a plan are computed when it ends.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleets.clock.mock_engine import MockEngine
 
 Calls: TypeAlias = Generator["Awaitable[Any]", Any, Any]
-"""What awaits in an async run, and is run to its end in another."""
+"""Steps that an async run awaits, and a sync run runs to the end."""
 
 Stage: TypeAlias = Callable[[float], Iterable[Any]]
-"""What is due at a moment happens; yields what is to be awaited."""
+"""Does everything that is due at a moment; yields the awaitables."""
 
 
 _order_of = attrgetter("order")
@@ -46,21 +45,21 @@ _start_of = attrgetter("started")
 
 
 class Seat:
-    """What runs passes in a run: an engine, or the ranks of a worker, which run theirs together.
+    """One unit that runs passes: an engine, or the ranks of a worker, which run theirs together.
 
     Args:
         engines: the engine, or the ranks.
-        order: its place among all.
+        order: its place among all seats.
 
     Attributes:
         engines: as given.
         order: as given.
-        driven: what runs passes.
-        started: the number of its pass, or of the first one of its plan, among all that were started in the run.
-        end_ms: when its pass ends, or the last one of its plan; None: it runs none.
-        plan: when the passes end that it runs in one go; empty: it runs one by itself, or none.
-        is_cut: its plan was cut.
-        cycles: its last pass preempted requests, and generated nothing.
+        driven: the object that runs passes.
+        started: the number of its pass, or of the first pass of its plan, among all passes started in the run.
+        end_ms: the end of its pass, or of the last pass of its plan; None: it runs no pass.
+        plan: the ends of the passes that it runs in one go; empty: it runs a single pass, or none.
+        is_cut: whether its plan was cut.
+        cycles: whether its last pass preempted requests and generated nothing.
     """
 
     __slots__ = ("cycles", "driven", "end_ms", "engines", "is_cut", "order", "plan", "started")
@@ -82,13 +81,13 @@ class EngineRun(ABC):
 
     Args:
         start_ms: when the clock starts.
-        stop_ms: when it stops.
+        stop_ms: when the clock stops.
 
     Attributes:
-        now_ms: the time.
-        requests: what the engines served, by the order in which requests arrived at them first.
-        turns: of each, its place in the trace.
-        served_by: of each, the position of the engine that served it last; None: none that generates.
+        now_ms: the present time.
+        requests: the requests of the engines, in the order of their first arrival there.
+        turns: the trace entry of each request.
+        served_by: for each request, the position of the engine that served it last; None: no engine that generates.
     """
 
     def __init__(self, start_ms: float, stop_ms: float = math.inf) -> None:
@@ -99,13 +98,13 @@ class EngineRun(ABC):
         self.served_by: list[int | None] = []
 
     def note(self, request: EngineRequest, position: int | None, turn: Turn) -> None:
-        """Note a request that an engine is given."""
+        """Note a request that an engine gets."""
         self.requests.append(request)
         self.turns.append(turn)
         self.served_by.append(position)
 
     def pass_time(self, *stages: Stage) -> Calls:
-        """Let stages act, in their order, at one moment after the other, until nothing is due."""
+        """Let the stages act in order, at one moment after the other, until nothing is due."""
         moment = self.now_ms
         while moment < math.inf:
             self.now_ms = max(self.now_ms, moment)
@@ -116,14 +115,14 @@ class EngineRun(ABC):
     @property
     @abstractmethod
     def next_ms(self) -> float:
-        """When something is due next, which may be at the present moment, or before; infinite where the run is over."""
+        """The time at which something is due next, possibly now or in the past; infinite if the run is over."""
 
     @abstractmethod
     def plans_until(self, seat: Seat) -> float:
-        """Return until when passes of a seat are planned: so long each may start."""
+        """Return the time up to which passes of a seat are planned: each pass starts before it."""
 
     def record(self, seat: Seat, passes: int) -> None:  # noqa: B027 - most are recorded nowhere
-        """Record passes, before they are computed, or what cuts their plan happens."""
+        """Record passes, before they are computed or their plan is cut."""
 
     def started(self) -> Iterable[Any]:
         """Note that a pass has started."""
@@ -139,10 +138,10 @@ class EngineRun(ABC):
 
     @abstractmethod
     def check_served(self) -> None:
-        """Raise if requests are left for which nothing happens any more."""
+        """Raise if requests are left that can make no more progress."""
 
     def stalled(self, engines: Iterable[MockEngine], waiting: Iterable[EngineRequest] = ()) -> EngineStalled:
-        """Return the error of engines that are left with requests, and of others that wait."""
+        """Return the error for engines that are left with requests, and for other waiting requests."""
         schedulers = [engine.inside.scheduler for engine in engines]
         running = tuple(chain.from_iterable(each.running for each in schedulers))
         queues = chain.from_iterable((each.waiting, each.parked) for each in schedulers)
@@ -150,17 +149,17 @@ class EngineRun(ABC):
 
 
 class Passes:
-    """The passes of a run, of which there are two stages: they end, and others start.
+    """The passes of a run, with two stages: passes end, passes start.
 
     Args:
         run: the run of these passes.
-        release: the engines' release. Before 1.6.1 an engine that could do nothing tries
-            again at the same moment, until it counts as stalled; else it starts no pass before something happens to it.
-        ends_at_once: a pass that takes no time ends as it starts; else in its turn, as passes that take some.
-        sources: how many seats, the first ones, are those of prefill engines: no other engine starts a pass while one
-            of theirs that takes no time is to end.
+        release: the engines' release. Before 1.6.1, an engine that could do nothing tries again at the same moment,
+            until it counts as stalled; from 1.6.1 on, it starts no pass until something happens to it.
+        ends_at_once: whether a pass of no time ends when it starts; otherwise it ends in its turn, like other passes.
+        sources: number of seats, the first ones, that belong to prefill engines: no other engine starts a pass while a
+            prefill pass of no time is still to end.
         plans: whether passes are planned.
-        end_by: no pass ends later that is planned.
+        end_by: the latest end of a planned pass.
     """
 
     def __init__(
@@ -183,9 +182,9 @@ class Passes:
         self._ends: list[tuple[float, int, Seat]] = []
         self._count = 0
         self._seats: dict[MockEngine, Seat] = {}
-        # Engines without a pass to which something happened since they were idle.
+        # Engines without a pass to which something happened since they became idle.
         self._idle: set[Seat] = set()
-        self._start_ms = -math.inf  # when all had started a pass that could
+        self._start_ms = -math.inf  # when all engines that could had started a pass
 
     @property
     def next_ms(self) -> float:
@@ -197,15 +196,15 @@ class Passes:
 
     @property
     def go_on(self) -> bool:
-        """Whether an engine is in a pass that had not preempted and generated nothing in the one before."""
+        """Whether an engine is in a pass, and its previous pass did not only preempt."""
         return any(seat.end_ms is not None and not seat.cycles for seat in self._seats.values())
 
     def add(self, engines: Sequence[MockEngine]) -> None:
-        """Take one more engine, or the ranks of one more worker."""
+        """Add an engine, or the ranks of a worker."""
         self._seats.update(dict.fromkeys(engines, Seat(engines, len(self._seats))))
 
     def touch(self, engine: MockEngine, now_ms: float) -> None:
-        """Let an engine start a pass to which something happens; its plan ends with the pass that is under way."""
+        """Let an engine start a pass because something happens to it; its plan ends with the pass under way."""
         seat = self._seats[engine]
         self._idle.add(seat)
         self._cut(seat, now_ms)
@@ -225,15 +224,15 @@ class Passes:
         return self._seats[engine].end_ms is not None
 
     def end_planned(self, engine: MockEngine, now_ms: float) -> Calls:
-        """Cut the plan of an engine; a planned pass that ends now has ended before what happens to the engine."""
+        """Cut the plan of an engine; a planned pass that ends now ends before the event for which this is called."""
         seat = self._seats[engine]
         self._cut(seat, now_ms)
         if seat.plan and seat.end_ms == now_ms:
             yield from self._end(seat)
 
     def end(self, now_ms: float) -> Calls:
-        """End the passes that end by now, in the order in which they were started; with prefill engines in the order
-        of the seats.
+        """End the passes that are due by now, in the order in which they started; with prefill engines, in the order of
+        the seats.
         """
         if self.next_ms > now_ms:
             return
@@ -245,7 +244,7 @@ class Passes:
             yield from self._end(seat)
 
     def _end(self, seat: Seat) -> Calls:
-        """End what a seat is in; whether that did anything."""
+        """End the pass or plan of a seat; return whether it did anything."""
         done: ForwardPass | None = None
         seat.end_ms, plan = None, seat.plan
         if plan:
@@ -262,7 +261,7 @@ class Passes:
         return did_something
 
     def _compute(self, seat: Seat, plan: list[float]) -> None:
-        """Compute the passes of a plan, the first of them or all."""
+        """Compute the passes of a plan: the first of them, or all."""
         if not seat.is_cut:
             self._run.record(seat, len(plan))
         if plan:
@@ -288,7 +287,7 @@ class Passes:
         plan: list[float] = []
         if self._plans:
             plan = seat.driven.plan(now_ms, run.plans_until(seat))
-            # After a pass of no time, what is due at this moment happens before the next pass.
+            # After a pass of no time, everything due at this moment happens before the next pass.
             del plan[bisect_right(plan, self._end_by) if plan and plan[0] > now_ms else 0 :]
         seat.plan = plan
         if plan:
@@ -312,7 +311,7 @@ class Passes:
         plan = seat.plan
         if not plan or seat.is_cut:
             return
-        # A pass that starts at this very moment has begun if others have.
+        # A pass that starts at this moment has begun if others have.
         kept = 1 + (bisect_right if self._start_ms == now_ms else bisect_left)(plan, now_ms)
         self._run.record(seat, min(kept, len(plan)))
         if kept < len(plan):
@@ -321,7 +320,7 @@ class Passes:
         seat.is_cut = True
 
     def lose(self, engine: MockEngine, now_ms: float) -> None:
-        """Forget the pass of an engine that is lost; what it planned and generated by now came out."""
+        """Drop the pass of a lost engine; the planned passes that have ended by now count."""
         seat = self._seats[engine]
         seat.end_ms, plan = None, seat.plan
         if plan:
@@ -329,13 +328,13 @@ class Passes:
             self._compute(seat, plan)
 
     def restarted(self, engine: MockEngine) -> None:
-        """Begin again, as an engine did."""
+        """Begin again after an engine's restart."""
         driven = self._seats[engine].driven
         if isinstance(driven, RankedWorker):
             driven.restarted()
 
     def close(self) -> None:
-        """Let ranks run by themselves again."""
+        """Let ranks run independently again."""
         for seat in self._seats.values():
             if isinstance(seat.driven, RankedWorker):
                 seat.driven.close()

@@ -1,4 +1,4 @@
-"""When a server of SGLang publishes the events that wait in its cache: after a prefill, by decode steps, when idle."""
+"""The times at which an SGLang server publishes its cache's events: after a prefill, by decode steps, when idle."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 # Theory of operation (SGLang 0.5.23, `_publish_kv_events`)
 #
-# A server takes the events of its cache behind the results of each prefill batch, where it logs its decode steps
-# (`--decode-log-interval`), and when no request runs. What came in between waits in order, and neighbours are merged.
-# While the engine is idle, events are published at once here, as an idle server polls all the time.
+# A server takes the events of its cache after the results of each prefill batch, when it logs its decode steps
+# (`--decode-log-interval`), and when no request runs. Events in between wait in order, and neighbours are merged. While
+# the engine is idle, events are published at once here, because an idle server polls all the time.
 
 
 class PublishTimes:
-    """Lets the events of one engine's cache wait, and publishes them when a server does.
+    """Holds the events of one engine's cache, and publishes them when a server does.
 
     Args:
         every: publish after this many decode steps.
-        manager: the engine's.
+        manager: the engine's manager.
 
     Raises:
-        ValueError: the manager is no SGLang's with a host.
+        ValueError: the manager is not SGLang's with a host.
     """
 
     def __init__(self, every: int, manager: KvManager) -> None:
@@ -41,11 +41,11 @@ class PublishTimes:
         self._steps = 0
 
     def start_pass(self) -> None:
-        """Let events wait from here on."""
+        """Hold events from now on."""
         self._manager.hold_events = True
 
     def end_pass(self, done: ForwardPass, *, is_idle: bool) -> None:
-        """Publish what waits, where a server does so behind such a pass."""
+        """Publish the waiting events if a server does so after such a pass."""
         decoded = bool(done.generated)
         self._steps += decoded
         if any(each.tokens for each in done.scheduled) or (decoded and not self._steps % self._every):
@@ -53,13 +53,13 @@ class PublishTimes:
         self.look(is_idle=is_idle)
 
     def look(self, *, is_idle: bool) -> None:
-        """Publish what waits if the engine is idle, and let nothing wait until its next pass."""
+        """If the engine is idle, publish the waiting events, and hold none until its next pass."""
         if is_idle:
             self._manager.hold_events = False
             self._manager.take_events()
 
     def passes(self, ends: Sequence[float]) -> list[float]:
-        """Return the leading decode steps after the last of which events may be published."""
+        """Return the decode steps up to the next one after which events may be published."""
         return [*ends[: self._every - self._steps % self._every]]
 
     def ran(self, count: int) -> None:

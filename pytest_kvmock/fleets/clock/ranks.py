@@ -13,9 +13,9 @@ if TYPE_CHECKING:
 
 
 class RankedWorker:
-    """Several engines that start their passes at one moment, and end them at the latest end of these.
+    """Several engines that start their passes together and end them at the latest end.
 
-    It offers a clock what one engine does.
+    To a clock it has the interface of one engine.
 
     Args:
         ranks: the engines, in the order of their ranks.
@@ -24,7 +24,7 @@ class RankedWorker:
     def __init__(self, ranks: Sequence[EngineInside]) -> None:
         self.ranks = ranks
         self._interval = ranks[0].args.prefill_schedule_interval
-        self._count = 0  # passes since it had no requests
+        self._count = 0  # passes since it last had no requests
         self._under_way: list[tuple[EngineInside, ForwardPass]] = []
         for engine in ranks:
             engine.scheduler.is_rank = True
@@ -35,7 +35,7 @@ class RankedWorker:
         return any(engine.has_work for engine in self.ranks)
 
     def plan(self, now_ms: float, until_ms: float) -> list[float]:  # noqa: ARG002 - as below
-        """Return no passes that can be run in one go: each may end another one's later."""
+        """Return no passes, because the ranks' ends depend on each other."""
         return []
 
     def record_passes(self, count: int) -> None:
@@ -45,7 +45,7 @@ class RankedWorker:
                 engine.record_passes(count)
 
     def start_pass(self, now_ms: float) -> ForwardPass:
-        """Run the next pass of each rank that has requests; the one that ends last."""
+        """Run the next pass of each rank that has requests; return the one that ends last."""
         defers = self._count % self._interval != 0
         for engine in self.ranks:
             engine.scheduler.defers_prefills = defers
@@ -72,12 +72,12 @@ class RankedWorker:
         return done
 
     def restarted(self) -> None:
-        """Begin again, as all ranks did."""
+        """Begin again after a restart of all ranks."""
         self._count, self._under_way = 0, []
         for engine in self.ranks:
             engine.scheduler.is_rank = True
 
     def close(self) -> None:
-        """Let the ranks run by themselves again."""
+        """Let the ranks run independently again."""
         for engine in self.ranks:
             engine.scheduler.is_rank = engine.scheduler.defers_prefills = False

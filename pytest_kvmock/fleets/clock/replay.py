@@ -1,6 +1,6 @@
-"""Several engines on one clock: requests of a trace are dispatched to them in turn, and served in virtual time.
+"""Replay of a trace on several engines with one clock: they get the requests in turn and serve them in virtual time.
 
-One subject: which engine or request is next on the clock.
+One subject: the engine or request that is next on the clock.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# The stages of a replay, in this order: passes end, handoffs arrive, requests arrive, passes start, those of prefill
-# engines first. What a handoff does is in `handoff`.
+# The stages of a replay, in this order: passes end, handoffs arrive, requests arrive, passes start (those of prefill
+# engines first). `handoff` has the rules of handoffs.
 
 
 def replay(
@@ -59,42 +59,44 @@ def replay(
 ) -> Report:
     """Replay a trace on engines that share one clock, as Dynamo's offline replay does.
 
-    The clock starts at the time of the engine that is furthest, 0 where all are new; all times of the report are on it.
+    The clock starts at the latest time of any engine, which is 0 if all are new; all times of the report are on this
+    clock.
 
-    With `prefill`, engines are of the semantics of 1.2.1, over any backend, or of 1.6.1: `sglang`'s are refused.
+    With `prefill`, engines must have the semantics of 1.2.1, over any backend, or of 1.6.1; `sglang`'s own are refused.
 
-    A harness does not record what is replayed on its engines: where such a test fails, the reproduction is cut down
-    from the events alone.
+    A harness does not record a replay on its engines: if such a test fails, the reproduction is reduced from the events
+    only.
 
-    `request.abort()`, in a listener of an engine, calls a request off at that moment; it is not a row then.
+    `request.abort()` in a listener of an engine calls a request off at that moment; the request then has no row.
 
     Args:
-        requests: what arrives, by timestamp in an open loop (the first at once), in this order in a closed one. Each
-            has at least one token of prompt and one of output, and finite times; timestamps of a session do not fall,
-            where they stand for a delay.
-        engines: they take requests in turn; all idle, of one block size and semantics. With `prefill` they must be of
-            `worker_type` "decode", else "aggregated".
-        prefill: engines of `worker_type` "prefill", that compute prompts, in turn; a request then moves to one of
+        requests: the requests, which arrive by timestamp in an open loop (the first at once), in this order in a closed
+            loop. Each has at least one token of prompt and of output, and finite times; timestamps of a session without
+            delays must not fall.
+        engines: the engines that take requests in turn; idle, with the same block size and semantics. With `prefill`
+            they must have `worker_type` "decode", otherwise "aggregated".
+        prefill: engines of `worker_type` "prefill" that compute prompts in turn; a request then moves to one of
             `engines` over a link (`kv_bytes_per_token`, `kv_transfer_bandwidth`).
-        concurrency: how many requests are open at once, whatever their timestamps; None: they arrive by those.
-        arrival_speedup: by what arrival times and delays are divided; above 0.
-        trace_block_size: tokens for each hash id; a prompt has then the tokens of Dynamo's loader, each id repeated
-            so often. None: an id is a block of the engines' size, its local hash, or its tokens where the trace was
-            read `with_tokens`.
-        stop_ms: how long the clock runs at most, in milliseconds: nothing after that happens, a pass under way gives
-            nothing, and what is open is aborted and has no row (Dynamo: `max_sim_time_ms`). None: to the end.
-        slo: in the semantics of 1.6.1, the report counts requests as good that keep these (Dynamo: `sla_ttft_ms` and so
-            on). Each is above 0, and `e2e_ms` is not given together with the other two, as in the original.
-        link: of engines of `hand_over` "vllm", "vllm-mooncake" or "sglang": how long transfers
-            take, and which go wrong; None: by the arguments of the prefill engines, and none.
+        concurrency: number of requests that are open at once, regardless of timestamps; None: requests arrive by
+            timestamps.
+        arrival_speedup: divisor of arrival times and delays; above 0.
+        trace_block_size: tokens for each hash id; a prompt then has the tokens of Dynamo's loader, with each id
+            repeated this many times. None: an id is a block of the engines' size: its local hash, or its tokens if the
+            trace was read `with_tokens`.
+        stop_ms: maximum time of the clock, in milliseconds: nothing happens later, a pass under way gives no tokens,
+            and open requests are aborted and have no row (Dynamo: `max_sim_time_ms`). None: to the end.
+        slo: in the semantics of 1.6.1, the limits that a request must keep to count as good (Dynamo: `sla_ttft_ms` and
+            so on). Each is above 0, and `e2e_ms` excludes the other two, as in the original.
+        link: for engines of `hand_over` "vllm", "vllm-mooncake" or "sglang": the times and faults of transfers; None:
+            times from the arguments of the prefill engines, without faults.
 
     Raises:
-        EngineStalled: an engine can never make progress. Requests stay open then: `MockEngine.close` drops them.
-        RequestError: a listener aborts a request that is handed over between two engines. Requests stay open then, too.
+        EngineStalled: an engine can never make progress. Requests then stay open; `MockEngine.close` drops them.
+        RequestError: a listener aborts a request that is handed over between two engines. Requests then stay open.
         OutOfBlocks: a request can never fit one of the engines, which does not reject it (see `MockEngine.dispatch`);
-            nothing has happened.
-        TypeError: an argument, or something in it, is not of its type; nothing has happened.
-        ValueError: an argument, or a field of a request, is out of range; nothing has happened.
+            nothing was run.
+        TypeError: an argument, or an item of it, is not of its type; nothing was run.
+        ValueError: an argument, or a field of a request, is out of range; nothing was run.
     """
     engines, prefill = engines_of("engines", engines), engines_of("prefill", prefill)
     check_engines(engines, prefill)
@@ -119,7 +121,7 @@ def replay(
         arrivals = Arrivals(
             turns, concurrency, arrival_speedup, sessions_keep_place=release.sessions_keep_place, start_ms=start_ms
         )
-        # In a closed loop Dynamo's replay of one engine looks at the clock when a pass has ended, not before.
+        # In a closed loop, Dynamo's replay of one engine checks the clock only when a pass has ended.
         only_between_passes = concurrency is not None and len(engines) == 1 and not prefill
         only_between_passes &= release.arrivals_between_passes
         return _Replay(
@@ -138,14 +140,14 @@ class _Replay(EngineRun):
     """One replay, from the first arrival to the last token.
 
     Args:
-        engines: those that generate tokens.
-        prefill: those that compute prompts for them; may be empty.
-        arrivals: decides when which request arrives.
+        engines: the engines that generate tokens.
+        prefill: the engines that compute prompts for them; may be empty.
+        arrivals: decides which request arrives when.
         start_ms: when the clock starts.
         only_between_passes: whether requests arrive only when no pass is under way.
-        stop_ms: how long the clock runs at most.
-        objectives: what counts as good.
-        link: between the engines of P/D pairs.
+        stop_ms: maximum time of the clock.
+        objectives: the limits of good requests.
+        link: the link between the engines of P/D pairs.
     """
 
     def __init__(
@@ -178,12 +180,12 @@ class _Replay(EngineRun):
         self._objectives = objectives
         self._rejected: list[Handoff] = []
         self._arrivals = arrivals
-        self._due: Sequence[tuple[Turn, float]] = ()  # requests that arrive at this moment, if passes start first
+        self._due: Sequence[tuple[Turn, float]] = ()  # requests due at this moment, if passes start first
         self._only_between_passes = only_between_passes
         self._turn_of: dict[EngineRequest, Turn] = {}
         self._handoffs = self._make_handoffs(link)
         self._to_call_off: deque[tuple[MockEngine, EngineRequest]] = deque()
-        self._called_off: dict[EngineRequest, None] = {}  # still open, as their engines are in a pass
+        self._called_off: dict[EngineRequest, None] = {}  # still open, because their engines are in a pass
         for engine in self._everyone:
             engine.inside.on_abort = partial(self._abort, engine)
 
@@ -223,13 +225,13 @@ class _Replay(EngineRun):
 
     @property
     def next_ms(self) -> float:
-        """When something is due next, before the stop."""
+        """The time at which something is due next; infinite after the stop."""
         moment = self._due_ms
         return moment if moment <= self._stop_ms else math.inf
 
     @property
     def _due_ms(self) -> float:
-        """When something happens next, the stop apart."""
+        """The time at which something is due next, ignoring the stop."""
         if self._to_call_off:
             return self.now_ms
         moment = min(self._passes.next_ms, self._handoffs.next_ms)
@@ -238,7 +240,7 @@ class _Replay(EngineRun):
     def _hand_over(self, now_ms: float) -> Iterable[object]:
         self._handoffs.at(now_ms)
         if self._handoffs.starts_first:
-            # Due requests come after these passes, and before requests that these passes release by a rejection.
+            # Due requests come after these passes, but before requests that a rejection in these passes releases.
             self._due = [*self._arrivals.take(now_ms)]
             yield from self._passes.start(now_ms)
             while self._handoffs.next_ms <= now_ms:
@@ -246,7 +248,7 @@ class _Replay(EngineRun):
                 yield from self._passes.start(now_ms)
 
     def _abort_open(self) -> None:
-        """Abort what is open, as the clock stops; what no decode engine was given has arrived all the same."""
+        """Abort the open requests when the clock stops; those without a decode engine also count as arrived."""
         for engine in self._everyone:
             engine.close()
         for handoff in self._handoffs.made:
@@ -298,26 +300,26 @@ class _Replay(EngineRun):
         )
 
     def check_served(self) -> None:
-        """Raise if requests are left for which no engine will free blocks."""
+        """Raise if requests are left that no engine will ever serve."""
         if self._handoffs.waiting or any(engine.has_work for engine in self._everyone):
             raise self.stalled(self._everyone, self._handoffs.waiting)
 
     # --------------------------------------------------------------------------------------------------- passes
 
     def plans_until(self, seat: Seat) -> float:
-        """Return until when passes of a seat are planned: of one engine by itself, until something arrives there."""
+        """Return the time up to which passes of a seat are planned: for a single engine, the next arrival."""
         if self._handoffs.waits_for(seat.engines[0]):
             return -math.inf
         return self._arrivals.next_ms if len(self._everyone) == 1 else math.inf
 
     def finish(self, seat: Seat) -> ForwardPass:
-        """End a pass; whether blocks that a handoff holds may be freed yet."""
+        """End a pass; blocks that handoffs hold may still become free."""
         handoffs = self._handoffs
         blocks_may_come = handoffs.keeps_blocks and (handoffs.in_transfer or self._passes.go_on)
         return seat.driven.finish_pass(blocks_may_come=blocks_may_come)
 
     def ended(self, seat: Seat, done: ForwardPass | None) -> Iterable[object]:
-        """Note what became of requests in a pass that has ended; None: it was planned."""
+        """Note the ends of requests in a pass that has ended; `done` is None for a planned pass."""
         now_ms, engine = self.now_ms, seat.engines[0]
         self._handoffs.pass_ended(engine, done, now_ms)
         for gone in [each for each in self._called_off if each.status == "aborted"]:
@@ -357,10 +359,10 @@ class _Replay(EngineRun):
         return ()
 
     def _abort(self, engine: MockEngine, request: EngineRequest) -> None:
-        """Have a request called off at this moment, as `abort` was called for it.
+        """Queue a request to be called off at this moment, because its `abort` was called.
 
         Raises:
-            RequestError: it is handed over.
+            RequestError: the request is handed over between engines.
         """
         if self._prefill:
             raise RequestError(
@@ -370,7 +372,7 @@ class _Replay(EngineRun):
         self._to_call_off.append((engine, request))
 
     def _call_off(self, now_ms: float) -> Iterable[object]:
-        """Have engines act on requests that are called off; one in a pass does at its end."""
+        """Let engines act on called-off requests; an engine in a pass acts at the end of the pass."""
         while self._to_call_off:
             engine, request = self._to_call_off.popleft()
             yield from self._passes.end_planned(engine, now_ms)
@@ -382,7 +384,7 @@ class _Replay(EngineRun):
                     self._finished(request)
 
     def _expect(self, handoff: Handoff) -> EngineRequest:
-        """Open the request of a handoff at the next decode engine."""
+        """Open the request of a handoff on the next decode engine."""
         position = next(self._next_engine)
         turn = handoff.turn
         handoff.destination = self._engines[position]
@@ -393,7 +395,7 @@ class _Replay(EngineRun):
 
     def _finished(self, request: EngineRequest) -> None:
         turn = self._turn_of.pop(request, None)
-        if turn is None:  # the second reader of one hand-over, which is not a request of the trace
+        if turn is None:  # the second reader of one hand-over is not a request of the trace
             return
         self._called_off.pop(request, None)
         if request.status == "failed":  # the rest of its session is dropped

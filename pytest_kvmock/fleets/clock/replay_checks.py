@@ -1,6 +1,6 @@
-"""Checks of what a replay is given, before anything happens: its engines, its requests, and whether these can ever fit.
+"""Checks of a replay's arguments before it starts: its engines, its requests, and whether these can ever fit.
 
-Each refusal names the argument and the position in it, from 0.
+Each error names the argument and the position in it, from 0.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def engines_of(name: str, engines: Iterable[MockEngine]) -> tuple[MockEngine, ..
     """Return the engines of one argument.
 
     Raises:
-        TypeError: they cannot be iterated, or one is not a `MockEngine`.
+        TypeError: the argument cannot be iterated, or an item is not a `MockEngine`.
     """
     found = tuple(_iterated(name, engines, "MockEngine objects"))
     for position, engine in enumerate(found):
@@ -38,8 +38,8 @@ def check_engines(engines: Sequence[MockEngine], prefill: Sequence[MockEngine]) 
     """Check that engines can take part in one replay together.
 
     Raises:
-        ValueError: there is none, one is given twice, has open requests or does other work than its place asks for; or
-            they differ in what must be the same.
+        ValueError: there is no engine; an engine is given twice, has open requests or the wrong worker type; or engines
+            differ in a setting that must be the same.
     """
     if not engines:
         raise ValueError("replay: engines must be at least one, got none")
@@ -76,7 +76,7 @@ def check_settings(
     """Check the arguments of `replay` that are numbers.
 
     Raises:
-        ValueError: one is out of range, or no number.
+        ValueError: an argument is out of range, or not a number.
     """
     if concurrency is not None:
         check_integer("replay: concurrency", concurrency, 1, ", or None")
@@ -91,10 +91,10 @@ def check_settings(
 
 
 def check_objectives(what: str, slo: object) -> Objectives:
-    """Return what counts as good.
+    """Return the limits of good requests, after a check.
 
     Raises:
-        TypeError: it is none.
+        TypeError: `slo` is not `Objectives`.
     """
     if not isinstance(slo, Objectives):
         raise TypeError(f"{what}: slo must be Objectives(ttft_ms=, itl_ms=, e2e_ms=), got {slo!r:.80}")
@@ -120,12 +120,12 @@ def turns_of(
         trace_block_size: as `replay` takes it.
         block_size: the engines' block size.
         least_output: the fewest tokens of output that a request may ask for.
-        takes_hashes: whether the engines take prompts of hashes; else each has tokens.
-        who: the beginning of messages; a "Fleet" takes requests of its own kind too.
+        takes_hashes: whether the engines take prompts of hashes; otherwise each prompt gets tokens.
+        who: the beginning of messages; a "Fleet" also takes `FleetRequest` objects.
 
     Raises:
-        TypeError: it cannot be iterated, or something in it is not a `TraceRequest`.
-        ValueError: there is none, or a field of one is out of range.
+        TypeError: the trace cannot be iterated, or an item is not a request.
+        ValueError: there is no request, or a field of a request is out of range.
     """
     turns: list[Turn] = []
     sessions: dict[str, float] = {}
@@ -165,10 +165,10 @@ def turns_of(
 
 
 def _check_times(where: str, request: TraceRequest | FleetRequest, sessions: dict[str, float]) -> None:
-    """Check when a request arrives; note the last timestamp of its session.
+    """Check the times of a request; note the last timestamp of its session.
 
     Raises:
-        ValueError: a time is not finite, or the request comes before the one of its session that it waits for.
+        ValueError: a time is not finite, or the request comes before the previous request of its session.
     """
     timestamp, delay, session = request.timestamp, request.delay, request.session_id
     if timestamp is not None and not _is_finite(timestamp):
@@ -182,8 +182,8 @@ def _check_times(where: str, request: TraceRequest | FleetRequest, sessions: dic
         raise ValueError(f"{where}: delay must be 0 or None, as no turn of a session is before it, got {delay!r}")
     if session is None:
         return
-    # Where the trace names no delay, it is the difference of timestamps (`link_sessions`); Dynamo's loader refuses one
-    # that is negative too.
+    # Without a delay in the trace, it is the difference of timestamps (`link_sessions`); Dynamo's loader also refuses a
+    # negative one.
     if before is not None and delay is None and timestamp is not None and timestamp < before:
         raise ValueError(
             f"{where}: timestamp must be at least {before!r}, that of the turn before it in session {session!r}, got "
@@ -200,14 +200,14 @@ def _wrong_ids(
     before: Sequence[TraceRequest | FleetRequest],
     trace: Iterable[TraceRequest | FleetRequest],
 ) -> str:
-    """Say what is wrong with a request that has not one id for each block, and what to give for a trace of such.
+    """Return the message for a request without one id for each block, with the setting that would fit.
 
     Args:
         request: the request.
         trace_block_size: as `replay` takes it.
         block_size: the engines' block size.
-        before: the requests before it.
-        trace: the trace, of which the longest prompt is taken if it can be read twice.
+        before: the previous requests.
+        trace: the trace; its longest prompt is used if it can be read twice.
     """
     size, row = (
         trace_block_size or block_size,
@@ -256,7 +256,7 @@ def check_sizes(
     """Check that each request fits each engine that may get it, or is rejected there; see `MockEngine.dispatch`.
 
     Raises:
-        RequestTooLarge: prompt and output can never fit; of several such requests the largest.
+        RequestTooLarge: prompt and output can never fit; it reports the largest such request.
     """
     serving, computing = _sizes(engines), _sizes(prefill)
     largest: RequestTooLarge | None = None
@@ -275,12 +275,12 @@ def check_sizes(
 
 
 def _sizes(engines: Iterable[MockEngine]) -> list[EngineSize]:
-    """Return the sizes of engines, each once."""
+    """Return the different sizes of engines."""
     return list(dict.fromkeys(engine.size for engine in engines))
 
 
 def _accepts(size: EngineSize, turn: Turn, output: int, where: str, engines: str) -> bool:
-    """Return whether engines of this size accept a request with so much output; False: they reject it."""
+    """Return whether engines of this size accept a request with this output; False: they reject it."""
     prompt = turn.prompt.length(size.block_size)
     if size.rejects_prompt(prompt):
         return False
@@ -298,7 +298,7 @@ def _iterated(name: str, values: Iterable[Any], wanted: str, who: str = "replay"
 
 
 def _read_once(values: Iterable[Any]) -> str:
-    """Why there may be nothing in it, for a message."""
+    """Return a text on why the trace may be empty, for a message."""
     if not isinstance(values, Iterator):
         return ""
     kind = type(values).__name__

@@ -1,5 +1,5 @@
-"""The notes of a run for its report: picks, the presence of workers, incidents. One note a pick and a request, nothing
-a pass.
+"""The notes of a run for its report: picks, the presence of workers, incidents. There is one note for each pick and
+request, none for passes.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleets.routing.routing import Phase, RouterRequest, Worker
 
 
-# Fields of a row that an engine counts over all its runs.
+# Fields of a row that an engine counts over all runs.
 _COUNTED = ("passes", "prompt_tokens_computed", "blocks_evicted", "preemptions")
 
 
 class _Term:
-    """A worker from when it came until it went, with what its engine had counted before."""
+    """The time of one worker in the run, and its engine's counts before."""
 
     __slots__ = ("_offered", "_since", "before", "engine", "open", "phase", "since_ms", "until_ms")
 
@@ -30,18 +30,18 @@ class _Term:
         self.before = engine.inside.row
         self.since_ms = since_ms
         self.until_ms: float | None = None
-        self._offered = 0  # of picks that it was a candidate of, until it was none
-        # How many picks there were when it became one; None: it is none.
+        self._offered = 0  # picks of its earlier times as a candidate
+        # Number of picks when it became a candidate; None: it is not a candidate.
         self._since: int | None = picks[self.phase]
         self.open = 0
 
     def is_candidate(self, picks: Mapping[Phase | None, int], *, still: bool) -> None:
-        """Note whether it is a candidate from now on, after `picks`."""
+        """Note whether the worker is a candidate from now on, after `picks`."""
         self._offered = self.offered(picks)
         self._since = picks[self.phase] if still else None
 
     def offered(self, picks: Mapping[Phase | None, int]) -> int:
-        """Return of how many of `picks` it was a candidate."""
+        """Return the number of picks, out of `picks`, at which the worker was a candidate."""
         return self._offered + (0 if self._since is None else picks[self.phase] - self._since)
 
 
@@ -51,7 +51,7 @@ class RunNotes:
     Args:
         engines: the engines at its start, by worker.
         start_ms: when it starts.
-        phases: what a router is asked for: one of P/D pairs is asked for each role.
+        phases: the legs that a router picks for: (None,), or the roles of P/D pairs.
 
     Attributes:
         picks: the choices of the router, in order.
@@ -68,38 +68,39 @@ class RunNotes:
         self._open: dict[tuple[RouterRequest, Phase | None], tuple[_Term, int]] = {}
 
     def picked(self, request: RouterRequest, pick: Pick) -> None:
-        """Note a choice; the request is open from the next one on."""
+        """Note a pick; the request counts as open from the next pick on."""
         self.picks.append(pick)
         self._counts[pick.phase] += 1
         term = self._terms[pick.worker]
         self._open[request, pick.phase] = term, term.offered(self._counts)
 
     def ended(self, request: RouterRequest) -> None:
-        """Note that a request is open no more."""
+        """Note that a request has ended."""
         self._end((request, request.phase))
 
     def _end(self, leg: tuple[RouterRequest, Phase | None]) -> None:
         noted = self._open.pop(leg, None)
         if noted is not None:
             term, since = noted
-            # Of one that ends on a worker which left, only the picks count that this was a candidate of.
+            # If the worker has left, only the picks at which it was a candidate count.
             term.open += term.offered(self._counts) - since
 
     def is_candidate(self, worker: Worker, *, still: bool) -> None:
-        """Note whether the router is offered a worker from now on: not as that leaves, its crash is noticed, or it
-        is cordoned.
+        """Note whether a worker is a candidate from now on; it is not if it leaves, is cordoned, or its crash is
+        noticed.
         """
         self._terms[worker].is_candidate(self._counts, still=still)
 
     def happens(self, now_ms: float, kind: str, worker: int, ranks: Any, lost: int = 0) -> None:
-        """Note an incident: who comes, and who goes.
+        """Note an incident, and which workers come or go.
 
         Args:
-            now_ms: when.
-            kind: what.
+            now_ms: the time.
+            kind: the kind of the incident.
             worker: the id of the worker.
-            ranks: what the router calls its ranks, or the worker itself; of a join a mapping of these to their engines.
-            lost: how many requests it lost.
+            ranks: the router's names of its ranks, or of the worker itself; for a join, a mapping of these to their
+                engines.
+            lost: number of requests that it lost.
         """
         self.happened.append(Happened(now_ms, kind, worker, lost))
         for each in ranks:
@@ -109,7 +110,7 @@ class RunNotes:
                 self._terms[each].until_ms = now_ms
 
     def close(self, now_ms: float) -> list[WorkerRow]:
-        """End the notes; what each worker did, in order of arrival."""
+        """End the notes; return the row of each worker, in order of arrival."""
         for leg in list(self._open):
             self._end(leg)
         found = []

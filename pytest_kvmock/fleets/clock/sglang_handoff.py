@@ -1,11 +1,10 @@
 """Handoffs of SGLang's P/D pairs on a clock: both legs at once, in a room.
 
-One subject: when the engines of pairs learn from one another.
+One subject: when the engines of pairs notice each other's steps.
 
-Theory of operation. A request is sent to the next prefill and the next decode engine in turn at once,
-with one room. What an engine does in a pass, others notice when their next one starts; each that has
-something to notice is touched as the pass ends. Transfers that end, and waits that end, are moments of
-the clock.
+Theory of operation. A request is sent at once to the next prefill engine and the next decode engine in turn, with one
+room. Other engines notice the results of a pass when their next pass starts; the end of the pass touches each engine
+that has something to notice. The ends of transfers and waits are moments of the clock.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ _FATES: Final[dict[str | None, Fate]] = {
     "never": "never",
     "handshake": "handshake",
 }
-"""What a fault of a link makes of a room; others leave it well."""
+"""The fate of a room by fault of the link; other faults do not change it."""
 
 
 class SglangHandoffs(PairHandoffs["SglangPort"]):
     """Handoffs as SGLang's pairs make them; arguments as of `PairHandoffs`.
 
-    Of the faults of a link "used again" sends the next request in the room of this one, and "stale" does nothing, as
-    there are no leases.
+    The link fault "used again" sends the next request in the room of this one; "stale" does nothing, because there are
+    no leases.
     """
 
     at_once = True
@@ -62,7 +61,7 @@ class SglangHandoffs(PairHandoffs["SglangPort"]):
 
     @property
     def next_ms(self) -> float:
-        """When the next transfer or wait ends; infinite where nothing is due."""
+        """The time at which the next transfer or wait ends; infinite if there is none."""
         moments = [port.next_s for port in self._engine_of]
         moments += [source.worker.pair.rooms.next_s for source in self._sources]
         return min((each * 1000 for each in moments if each is not None), default=math.inf)
@@ -82,7 +81,7 @@ class SglangHandoffs(PairHandoffs["SglangPort"]):
         self.send(handoff, hand_over, now_ms)
 
     def prefill(self, handoff: Handoff, source: MockEngine, hand_over: Mapping[str, Any], now_ms: float) -> None:
-        """Send a prefill leg; one that is refused at once is "rejected"."""
+        """Send a prefill leg; if it is refused at once, it is "rejected"."""
         for each in self._engine_of:
             each.expire(now_ms / 1000)
         _, prefilled = self._dispatch(handoff, source)
@@ -92,7 +91,7 @@ class SglangHandoffs(PairHandoffs["SglangPort"]):
         self._passes.touch(source, now_ms)
 
     def send(self, handoff: Handoff, hand_over: Mapping[str, Any], now_ms: float) -> None:
-        """Send a decode leg; one that is refused at once is "rejected"."""
+        """Send a decode leg; if it is refused at once, it is "rejected"."""
         assert handoff.source is not None
         port: SglangPort = handoff.source.worker.pair
         fault = self._link.faults.get(handoff.order)
@@ -111,7 +110,7 @@ class SglangHandoffs(PairHandoffs["SglangPort"]):
         self._passes.touch(destination, now_ms)
 
     def pass_ended(self, engine: MockEngine, done: ForwardPass | None, now_ms: float) -> None:
-        """Note the end of a pass, and touch those who have something to notice."""
+        """Note the end of a pass, and touch the engines that have something to notice."""
         port: SglangPort = engine.worker.pair
         for peer in port.take_news():
             other = self._engine_of.get(peer)
@@ -127,7 +126,7 @@ class SglangHandoffs(PairHandoffs["SglangPort"]):
             self._of.pop(ended, None)
 
     def at(self, now_ms: float) -> None:
-        """End the transfers and waits that are due; their engines notice."""
+        """End the transfers and waits that are due, and touch their engines."""
         now_s = now_ms / 1000
         while self.next_ms <= now_ms:
             for port, engine in self._engine_of.items():
@@ -138,18 +137,18 @@ class SglangHandoffs(PairHandoffs["SglangPort"]):
                 due = port.rooms.next_s
                 if due is not None and due * 1000 <= now_ms and port.rooms.at(max(due, now_s)):
                     for each in (port for rank in port.ranks for port in (rank, *rank.askers)):
-                        if each in self._engine_of:  # else it left before this run
+                        if each in self._engine_of:  # otherwise it left before this run
                             self._passes.touch(self._engine_of[each], now_ms)
 
     def add(self, engine: MockEngine) -> None:
-        """Take one more engine."""
+        """Add an engine."""
         if engine.args.worker_type == "prefill":
             self._sources |= {engine}
         self._take(engine)
 
     def lost(self, engine: MockEngine, port: SglangPort, now_ms: float) -> None:
-        """An engine is empty, and has another port than this: D sees by heartbeats that a P is gone, and its rooms
-        fail; P does not see that a D is, but that a transfer to it fails.
+        """Note that an engine was emptied and has a new port instead of this one. D notices a lost P by heartbeats, and
+        its rooms fail; P notices a lost D only by failed transfers.
         """
         del self._engine_of[port]
         touched = [self._engine_of[each] for each in port.lost() if each in self._engine_of]

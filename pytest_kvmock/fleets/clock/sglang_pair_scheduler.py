@@ -1,6 +1,6 @@
-"""Schedulers of the engines of an SGLang pair: turns of P's event loop, and steps of D, as passes.
+"""Schedulers of an SGLang pair's engines, with turns of P's event loop and steps of D as passes.
 
-One subject: what one pass does with the queues of `pairs`; the queues know what is cached, sent and answered.
+One subject: how one pass uses the queues of `pairs`, which track what is cached, sent and answered.
 """
 
 from __future__ import annotations
@@ -23,15 +23,16 @@ LegT = TypeVar("LegT", PrefillLeg, DecodeLeg)
 
 # Theory of operation
 #
-# A pass of P is a turn of its event loop: a batch within the budgets, as `SglangScheduler` has them. With overlap the
-# result of a batch is processed by the next turn, so a pass that computed is followed by another, be it one of no time.
-# A request runs from its first chunk until its transfer has ended; it generates its token when it is computed.
+# A pass of P is a turn of its event loop: a batch within the budgets of `SglangScheduler`. With overlap, the next turn
+# processes the result of a batch, so another pass follows a pass that computed, even if it takes no time. A request
+# runs from its first chunk until its transfer has ended; its token is generated when the prompt is computed.
 #
-# A pass of D gives pages, looks at transfers, lets requests join and generate. The first token of a request is P's, and
-# there at the start of the pass in which it joins. Where pages run short, the one that has generated the fewest is
-# retracted; its KV is copied back when it has pages again.
+# A pass of D gives pages, checks transfers, lets requests join, and generates. The first token of a request comes from
+# P, at the start of the pass in which the request joins. If pages run short, the request with the fewest generated
+# tokens is retracted; its KV is copied back when it has pages again.
 #
-# What is left when a pass did nothing waits for others: who drives the engines touches this one when something comes.
+# If a pass did nothing, the remaining requests wait for other engines; the run touches this engine when something
+# arrives.
 
 
 class SglangPairScheduler(SglangScheduler):
@@ -60,7 +61,7 @@ class SglangPairScheduler(SglangScheduler):
         return next(name for name, each in self._requests.items() if each is request)
 
     def abort(self, request: ScheduledRequest) -> None:
-        """Forget an open request, and free its blocks, as the engine is closed."""
+        """Remove an open request and free its blocks when the engine is closed."""
         self._queue_of(request).remove(request)
         name = self._name_of(request)
         del self._requests[name]
@@ -69,7 +70,7 @@ class SglangPairScheduler(SglangScheduler):
         request.status = "aborted"
 
     def call_off(self, request: ScheduledRequest) -> bool:
-        """Act on an open request whose client is gone: at once where that ends its leg, else in a pass to come."""
+        """Act on an open request whose client is gone: at once if this ends its leg, otherwise in a later pass."""
         name, port = self._name_of(request), self._port
         self._abort_leg(name)
         port.take_answers()
@@ -84,7 +85,7 @@ class SglangPairScheduler(SglangScheduler):
         raise NotImplementedError
 
     def plan(self, now_ms: float, until_ms: float) -> list[float]:  # noqa: ARG002 - each pass looks at the queues
-        """No passes are run in one go."""
+        """Return no passes, because none can be computed in one go."""
         return []
 
     def _take_answers(self, done: ForwardPass) -> None:
@@ -105,13 +106,13 @@ class SglangPairScheduler(SglangScheduler):
         raise NotImplementedError
 
     def _run(self, request: ScheduledRequest) -> None:
-        """Let a request run that waited."""
+        """Move a waiting request to the running ones."""
         self._waiting.remove(request)
         self._running.append(request)
         request.status = "running"
 
     def _give_way(self, done: ForwardPass, request: ScheduledRequest) -> None:
-        """Note that a request that ran has given its place."""
+        """Move a running request back to the waiting ones."""
         self._running.remove(request)
         self._waiting.append(request)
         request.status = "preempted"
@@ -119,7 +120,7 @@ class SglangPairScheduler(SglangScheduler):
         done.preempted.append(request)
 
     def _end(self, done: ForwardPass, before: object, *, is_more: bool = False) -> ForwardPass:
-        """End a pass, before which the port was in this state."""
+        """End a pass; `before` is the port's state at its start."""
         self._take_answers(done)
         done.may_do_more = is_more or self._port.state != before
         done.active_blocks = self._driver.manager.num_active_blocks
@@ -167,7 +168,7 @@ class SglangPrefillScheduler(SglangPairScheduler):
         return self._end(done, before, is_more=bool(batch))
 
     def _batch(self, done: ForwardPass) -> list[PrefillPiece]:
-        """Prompts in order, while the budgets, the rows and the room last."""
+        """Return prompts in order, as far as the budgets, rows and blocks suffice."""
         side, size = self._side, self._page
         manager: Any = self._driver.manager
         batch: list[PrefillPiece] = []
@@ -202,7 +203,7 @@ class SglangPrefillScheduler(SglangPairScheduler):
         return batch
 
     def _note_computed(self, done: ForwardPass) -> None:
-        """Note the tokens of prompts that were computed, and who gave its place."""
+        """Note the tokens of computed prompts, and the requests that lost their row."""
         for leg in self._side.inflight:
             request = self._requests.get(leg.name)
             if request is not None and not request.generated_tokens:
@@ -223,7 +224,7 @@ class SglangPrefillScheduler(SglangPairScheduler):
 
 
 class SglangDecodeScheduler(SglangPairScheduler):
-    """Receives prompts, and generates.
+    """Receives prompts and generates tokens.
 
     Args:
         driver: brings its requests to the cache.

@@ -1,13 +1,12 @@
-"""Handoffs of vLLM's P/D pairs on a clock: legs, transfers, heartbeats and ends of leases.
+"""Handoffs of vLLM's P/D pairs on a clock: legs, transfers, heartbeats and lease ends.
 
 One subject: handoffs between engines that follow the rules of `pairs`.
 
-Theory of operation. A request is a prefill leg first, of one token. With NixlConnector its answer
-brings parameters, with which the decode leg is sent to the next decode engine in turn; with
-MooncakeConnector both legs are sent at once. A decode engine admits its leg by its own scheduler,
-and the transfer begins at the end of that pass. A transfer that ends, a lease that ends and a
-heartbeat that is due are moments of the clock. An engine notices them at the end of the pass that
-it is in, or at once: then it runs a step that computes nothing.
+Theory of operation. A request begins as a prefill leg of one token. With NixlConnector its answer has parameters, with
+which the decode leg is sent to the next decode engine in turn; with MooncakeConnector both legs are sent at once. The
+scheduler of the decode engine admits the leg, and the transfer begins at the end of that pass. Ends of transfers, ends
+of leases and due heartbeats are moments of the clock. An engine notices them at the end of its pass; without a pass it
+notices them at once, in a step that computes nothing.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ if TYPE_CHECKING:
 
 
 class VllmHandoffs(PairHandoffs["PairPort"]):
-    """Handoffs as vLLM's connectors make them; arguments as of `PairHandoffs`."""
+    """Handoffs of vLLM's connectors; arguments as of `PairHandoffs`."""
 
     def _prepare(self) -> None:
         self.at_once = not next(iter(self._engine_of)).role.reads
@@ -47,9 +46,9 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
             port.on_begin = self._begins
 
     def _name(self, port: PairPort, engine: MockEngine) -> None:
-        """Give a port a name that no other has or had, unless an earlier run did."""
+        """Give a port a name that no other port has or had, unless an earlier run named it."""
         known = (name for each in self._engine_of for name in (each.engine_id, *each.peers))
-        self._taken.update(name.partition("_dp")[0] for name in known)  # also of those that are lost since
+        self._taken.update(name.partition("_dp")[0] for name in known)  # also names of lost ports
         if not port.is_named:
             names = (f"{engine.args.worker_type}-{at}" for at in count())
             name = next(name for name in names if name not in self._taken)
@@ -58,7 +57,7 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
 
     @property
     def next_ms(self) -> float:
-        """When the next transfer, lease or heartbeat is due; infinite where nothing is."""
+        """The time at which the next transfer, lease or heartbeat is due; infinite if there is none."""
         return self._due[0][0] if self._due else math.inf
 
     @property
@@ -75,7 +74,7 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
     # ------------------------------------------------------------------------------------------------------------ legs
 
     def begin(self, turn: Turn, arrival_ms: float, now_ms: float) -> None:
-        """Send the prefill leg of a request that arrives, and with Mooncake the decode leg, too."""
+        """Send the prefill leg of a request that arrives, and with Mooncake also the decode leg."""
         handoff, source = self.new(turn, arrival_ms), next(self._next_source)
         given = source.worker.pair.new_hand_over() if self.at_once else None
         self.prefill(handoff, source, given, now_ms)
@@ -83,7 +82,7 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
             self.send(handoff, given, now_ms)
 
     def prefill(self, handoff: Handoff, source: MockEngine, given: Mapping[str, Any] | None, now_ms: float) -> None:
-        """Send a prefill leg; `given` are the parameters of both legs, where they go at once."""
+        """Send a prefill leg; `given` are the parameters of both legs if these are sent at once."""
         _, request = self._dispatch(handoff, source)
         port = source.worker.pair
         leg = self._legs[request] = port.open(request.state, port.prefill_leg(given), request.prompt_tokens)
@@ -92,9 +91,9 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
         self._set_alarm(port)
 
     def send(self, handoff: Handoff, hand_over: Mapping[str, Any] | None, now_ms: float) -> None:
-        """Send a decode leg: now, or, of one that is to be stale, when the lease of what it reads is over.
+        """Send a decode leg: now, or, with the fault "stale", when the lease of its blocks is over.
 
-        `hand_over` None: without parameters, as an ordinary request.
+        `hand_over` None: an ordinary request, without parameters.
         """
         source = handoff.source
         assert source is not None
@@ -129,7 +128,7 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
         self._set_alarm(engine.worker.pair)
 
     def give_back(self, handoff: Handoff) -> None:
-        """Call off the decode leg of a request which its source rejected (Mooncake)."""
+        """Call off the decode leg of a request that its source rejected (Mooncake)."""
         request, engine = handoff.request, handoff.destination
         assert request is not None
         if request.is_open:
@@ -139,7 +138,7 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
     # ------------------------------------------------------------------------------------------------------- transfers
 
     def _begins(self, port: PairPort, loading: Loading) -> None:
-        """Bytes begin to travel to an engine, in a step of it, or of the engine that they come from."""
+        """Plan the end of a transfer that begins, in a step of its destination or its source."""
         handoff = self._handoff_of[loading.transfer.name]
         source = handoff.source
         assert source is not None
@@ -195,7 +194,7 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
             self._finished(request)
 
     def _set_alarm(self, port: PairPort) -> None:
-        """Have an engine step when the next lease or wait of it ends, or a heartbeat is due."""
+        """Plan a step of an engine for its next lease end, wait end or heartbeat."""
         due = port.next_s
         if due is None:
             return
@@ -223,25 +222,25 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
             self._wake(port, now_ms)
 
     def _wake(self, port: PairPort, now_ms: float) -> None:
-        """Have an engine notice something: at the end of its pass, or now."""
+        """Let an engine notice something at the end of its pass, or now if it runs none."""
         engine = self._engine_of[port]
         if not self._passes.is_busy(engine, now_ms):
             self._step(engine, now_ms)
             self._passes.touch(engine, now_ms)
 
     def handoff_of(self, name: str) -> Handoff:
-        """Return the hand-over of a leg."""
+        """Return the handoff of a leg."""
         return self._handoff_of[name]
 
     def unsend(self, handoff: Handoff) -> None:
-        """Do not send a decode leg that is to be stale."""
+        """Cancel a decode leg that is delayed by the fault "stale"."""
         self._due = [each for each in self._due if not (each[2] == "sent" and each[4][0] is handoff)]
         heapify(self._due)
 
     # ---------------------------------------------------------------------------------------------- engines come and go
 
     def add(self, engine: MockEngine) -> None:
-        """Take one more engine."""
+        """Add an engine."""
         if engine.args.worker_type == "prefill":
             self._sources |= {engine}
         port = engine.worker.pair
@@ -250,9 +249,9 @@ class VllmHandoffs(PairHandoffs["PairPort"]):
         port.on_begin = self._begins
 
     def lost(self, engine: MockEngine, port: PairPort, now_ms: float) -> None:
-        """An engine is empty, and has another port than this: what others read of it fails, and what it read is over.
+        """Note that an engine was emptied and has a new port: reads from the old port fail, and its own reads end.
 
-        Leases of others for it end by time: no notice reaches them.
+        Leases that others hold for it run out, because no notice reaches them.
         """
         self._now_ms = max(self._now_ms, now_ms)
         del self._engine_of[port]

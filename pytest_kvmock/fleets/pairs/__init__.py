@@ -1,1 +1,1 @@
-"""Fleets of P/D pairs: a router that picks twice, two legs a request, and what each role did."""
+"""Fleets of P/D pairs: two picks and two legs for each request, and the figures of each role."""

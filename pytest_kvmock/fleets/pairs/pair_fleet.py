@@ -1,4 +1,4 @@
-"""The engines of a fleet of P/D pairs, their roles, and the router and index as one object each."""
+"""The engines of a fleet of P/D pairs and their roles, with router and index as one object each."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ class PairFleet:
 
     Args:
         named: the engines, by the names of their workers.
-        order: the leg that a router is asked for first; None: "prefill_first".
-        link: the link between the engines; None: by the arguments of the prefill engines.
+        order: the leg that the router picks for first; None: "prefill_first".
+        link: the link between the engines; None: taken from the arguments of the prefill engines.
         threshold: as of `RoleFigures`.
 
     Raises:
-        TypeError: `link` is no link.
-        ValueError: the engines cannot serve together, there is no such order, or the threshold is no number of tokens.
+        TypeError: `link` is not a `PairLink`.
+        ValueError: the engines cannot serve together, `order` is unknown, or the threshold is not a number of tokens.
 
     Attributes:
-        ranks: how many each worker has, 1 where the roles differ.
+        ranks: number of ranks of each worker; 1 if the roles differ.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class PairFleet:
         self._roles: dict[int, Phase] = {}
         for worker, engine in named:
             self.joins(id_of(worker), _role_of(engine))
-        # The first engine of each role, after which those that join without one are made.
+        # The first engine of each role: the model for workers that join without an engine.
         self._likes = {_role_of(engine): engine for _, engine in reversed(named)}
         sizes = {engine.args.dp_size for _, engine in named}
         self.ranks = sizes.pop() if len(sizes) == 1 else 1
@@ -80,7 +80,7 @@ class PairFleet:
         """Return the role of a worker that joins.
 
         Raises:
-            ValueError: none is given, or two.
+            ValueError: the role is missing, unknown, or differs from the engine's.
         """
         engine, role = incident.engine, incident.role
         if engine is None and role is None:
@@ -99,7 +99,7 @@ class PairFleet:
         return role
 
     def next_id(self, role: Phase, known: Collection[int]) -> int:
-        """Return the next id of a role that no worker has or had."""
+        """Return the next id for a role that no worker has or had."""
         own = [worker for worker, each in self._roles.items() if each == role]
         return next(each for each in count(1 + max(own, default=-1)) if each not in known)
 
@@ -108,7 +108,7 @@ class PairFleet:
         """Check that engines can serve together.
 
         Raises:
-            ValueError: they cannot.
+            ValueError: they cannot serve together.
         """
         if len({id(engine) for _, engine in named}) < len(named):
             raise ValueError("Fleet: an engine is given twice; each takes part once")
@@ -152,7 +152,7 @@ class PairFleet:
         """Check that each request fits engines of both roles.
 
         Raises:
-            RequestTooLarge: one can never fit.
+            RequestTooLarge: a request can never fit.
             ValueError: block sizes differ, and a prompt has no tokens.
         """
         turns = list(turns)
@@ -180,7 +180,9 @@ def _role_of(engine: MockEngine | None) -> Phase:
 
 
 def _check_ranks(named: Sequence[tuple[Worker, MockEngine]]) -> None:
-    """Check that each worker has all its ranks, of one role, and is named by them where one has more than one."""
+    """Check that each worker has all its ranks, in one role, and that names have ranks if a worker has more than
+    one.
+    """
     has_ranks = any(engine.args.dp_size > 1 for _, engine in named)
     found: dict[int, list[tuple[Worker, MockEngine]]] = {}
     for worker, engine in named:

@@ -1,21 +1,22 @@
-"""One run of a fleet of P/D pairs: two picks a request, and two legs.
+"""One run of a fleet of P/D pairs: two picks and two legs for each request.
 
-One subject: the way of a request between router, prefill engine and decode engine.
+One subject: the path of a request between router, prefill engine and decode engine.
 
-Theory of operation. A request is asked for twice (`request.phase`). Serial hand-overs (NixlConnector) send the prefill
-leg first, and then the decode leg with its answer; others send both at once. With `order="prefill_first"` a serial
-decode worker is picked when the prefill leg is answered, as Dynamo does; with `"decode_first"`, and at once, both are
-picked before the first leg is sent, and count from then on. If one pick must wait, the other one leaves no entry.
+Theory of operation. The router picks twice for a request (`request.phase`). Serial hand-overs (NixlConnector) send the
+prefill leg first, then the decode leg with its answer; others send both at once. With `order="prefill_first"`, a serial
+decode worker is picked when the prefill leg is answered, as in Dynamo. With `"decode_first"`, and if both legs are sent
+at once, both workers are picked before the first leg is sent, and count from then on. If one pick must wait, the other
+one leaves no entry.
 
-The fleet acts as a proxy: it passes parameters on as they are; when a leg fails it calls the other one off, and the
-client gets the error. A router may do this itself: `hand_over(request, parameters)` returns what the decode
-leg carries (in rooms, both legs), `leg_failed(request)` returns "retry" or "wait".
+The fleet acts as a proxy: it passes parameters on unchanged. When a leg fails, it calls off the other one, and the
+client gets the error. A router may do this itself: `hand_over(request, parameters)` returns the parameters of the
+decode leg (with rooms, of both legs), and `leg_failed(request)` returns "retry" or "wait".
 
-Ranks are engines of their own, which run their passes by themselves, as those of dense models do: a pick names one. Of
-SGLang's P the room must say which (room % ranks), or `disagg_prefill_dp_rank`; `routed_dp_rank` is the pick.
+Ranks are separate engines that run their passes independently, as those of dense models do; a pick names a rank. For
+SGLang's P, the room (room % ranks) or `disagg_prefill_dp_rank` must name it; `routed_dp_rank` is the pick.
 
-The entry of a prefill leg in the load book ends with its answer; if both legs are sent at once, with the first token of
-the decode leg; for a router that declares `holds_prefill`, with the request.
+The entry of a prefill leg in the load book ends with its answer, or, if both legs are sent at once, with the first
+token of the decode leg. For a router that declares `holds_prefill`, it ends with the request.
 """
 
 from __future__ import annotations
@@ -50,28 +51,28 @@ Order: TypeAlias = Literal["prefill_first", "decode_first"]
 ORDERS: Final = ("prefill_first", "decode_first")
 
 _HOLDING: Final = ("loading", "received", "taken up")
-"""States of a leg that holds blocks and does not run."""
+"""States of a leg that holds blocks but does not run."""
 
 _ANSWERS: Final = {"prefill": (DECODE_ALONE, REFUSE), "decode": (REFUSE,)}
 
 
 class _Way:
-    """Where one request is between its two engines.
+    """The state of one request between its two engines.
 
     Attributes:
         picks: the pick for each leg.
-        made: for each pick that does not count yet, its row of the report and its note for the recorder.
-        overlaps: by leg, what each worker held of the prompt at the first question.
+        made: for each pick that does not count yet, its report row and its note for the recorder.
+        overlaps: by leg, the blocks of the prompt that each worker held before the first pick.
         legs: the legs that are open.
         counted: the legs that have an entry in the load book.
-        handoff: the hand-over; None: there is none yet.
+        handoff: the hand-over; None: not started yet.
         answer: the answer to the prefill leg.
-        is_answered: whether there is one.
-        doing: what legs did as their client left.
-        has_first: whether the first token of the decode leg came.
+        is_answered: whether the prefill leg was answered.
+        doing: the state of legs when their client left.
+        has_first: whether the decode leg has its first token.
         held: tokens that its decode worker held at the pick.
-        error: how the request ends with its last leg, because a leg has failed; None: none has.
-        failed: the leg that failed first, and when; None: none has.
+        error: how the request will end with its last leg, because a leg has failed; None: no leg has failed.
+        failed: the leg that failed first, and when; None: no leg has failed.
     """
 
     __slots__ = (
@@ -99,13 +100,13 @@ class PairRun(FleetRun):
 
     Args:
         *args: as of `FleetRun`.
-        order: the leg that the router is asked for first.
-        link: between the engines.
-        likes: by role, the engine that those are like which join without one.
+        order: the leg that the router picks for first.
+        link: the link between the engines.
+        likes: by role, the model for engines of workers that join without one.
         **options: as of `FleetRun`.
 
     Attributes:
-        roles: what the legs did, in counts.
+        roles: the counts of the legs.
     """
 
     phases = PHASES
@@ -152,7 +153,7 @@ class PairRun(FleetRun):
             self._join_ranks(engines)
 
     def _join_ranks(self, workers: Iterable[Worker]) -> None:
-        """Let the engines of each of these workers be its ranks."""
+        """Join the engines of each of these workers as its ranks."""
         for worker in dict.fromkeys(map(id_of, workers)):
             self._handoffs.join_ranks([self.engines[each] for each in self._ranks_of(worker)])
 
@@ -187,11 +188,11 @@ class PairRun(FleetRun):
         self._who = {phase: [*self.of_role[phase]] for phase in PHASES}
         try:
             yield from super().run()
-        except EngineDied as death:  # of what a leg carried
+        except EngineDied as death:  # because of a leg's parameters
             raise RouterError(str(death), self.now_ms) from death
 
     def check_served(self) -> None:
-        """Raise if requests are left for which nothing happens any more; see `FleetRun.check_served`."""
+        """Raise if requests are left that can make no more progress; see `FleetRun.check_served`."""
         for request, way in () if self._in_rooms else self._ways.items():
             leg = None if way.handoff is None else way.handoff.leg
             worker = way.picks.get("decode")
@@ -204,11 +205,11 @@ class PairRun(FleetRun):
                 raise RouterError(text, self.now_ms, request)
         gone = [phase for phase in PHASES if not any(each in self.of_role[phase] for each in self._offer.workers)]
         if not self._routed and all(any(each not in self._ways[of].picks for each in gone) for of in self._waiting):
-            return  # it is no error that no worker is there
+            return  # a missing worker is not an error
         super().check_served()
 
     def _tell(self, hook: str, workers: Sequence[Worker]) -> Calls:
-        """Tell the router which workers come or go, and their role, if it takes that argument."""
+        """Notify the router of workers that come or go, with their role if it takes that argument."""
         role_of = {worker: phase for phase in PHASES for worker in self.of_role[phase]}
         if self._calls.wants(hook):
             for worker in workers:
@@ -226,7 +227,7 @@ class PairRun(FleetRun):
         return seat.driven.finish_pass(blocks_may_come=self._handoffs.in_transfer or self._passes.go_on)
 
     def ended(self, seat: Seat, done: ForwardPass | None) -> Calls:
-        """Deliver the events of a pass that has ended, then signal the result for each leg; None: it was planned."""
+        """Deliver the events of a pass that has ended, then signal the result of each leg; None: a planned pass."""
         self._handoffs.pass_ended(seat.engines[0], done, self.now_ms)
         if done is None:
             yield from super().ended(seat, None)
@@ -252,7 +253,7 @@ class PairRun(FleetRun):
         yield from self._settle()
 
     def _settle(self) -> Calls:
-        """Signal the ends of legs that no pass ended, and note leases that ended by time."""
+        """Signal the ends of legs that ended outside a pass, and note leases that ran out."""
         while self._failed:
             served = self._failed.pop(0)
             if served in self._routed:
@@ -272,7 +273,7 @@ class PairRun(FleetRun):
         self._enter(request, way, self._order[0])
 
     def _enter(self, request: RouterRequest, way: _Way, phase: Phase) -> None:
-        """Set a request to one of its two legs, with the block size of the workers of that role."""
+        """Switch a request to one of its two legs, with the block size of that role's workers."""
         other: Phase = "decode" if phase == "prefill" else "prefill"
         request.phase, request.picked = phase, way.picks.get(other)
         size = self._size_of(phase)
@@ -282,7 +283,7 @@ class PairRun(FleetRun):
             request.sequence_hashes = request.prompt.sequence_hashes(size)
 
     def _to_pick(self, way: _Way) -> Iterable[Phase]:
-        """The legs to pick workers for now, in order."""
+        """Yield the legs that need a pick now, in order."""
         for phase in self._order:
             if phase in way.picks:
                 continue
@@ -292,7 +293,9 @@ class PairRun(FleetRun):
                 return
 
     def _ask(self, request: RouterRequest, overlaps: Mapping[Worker, int] | None = None) -> Calls:
-        """Ask the router for the workers that are needed now, and send what can be sent; return whether it has them."""
+        """Ask the router for the workers needed now, and send the legs that can be sent; return whether the request
+        needs no wait.
+        """
         way = self._ways[request]
         had = dict(way.picks)
         for phase in self._to_pick(way):
@@ -352,7 +355,7 @@ class PairRun(FleetRun):
     # ------------------------------------------------------------------------------------------------ the legs
 
     def _send(self, request: RouterRequest, way: _Way) -> Calls:
-        """Count new picks, and send the legs that can be sent; return whether the request is under way."""
+        """Count new picks and send the legs that can be sent; return whether the request is under way."""
         request.status = "running"
         made, way.made = way.made, {}
         for phase in sorted(made, key=self._order.index):
@@ -366,7 +369,7 @@ class PairRun(FleetRun):
             if self._calls.wants("dispatched"):
                 yield from self._calls.hook("dispatched", self.now_ms, request, pick.worker, request=request)
         if any(each in self._gone for each in way.picks.values() if not way.is_answered or each == way.picks["decode"]):
-            yield from self._lost(request)  # the router is not told yet
+            yield from self._lost(request)  # the router has not been notified yet
             return False
         if way.picks.get("prefill") is DECODE_ALONE:
             return (yield from self._send_alone(request, way))
@@ -411,7 +414,7 @@ class PairRun(FleetRun):
             carried = yield from self._carried(request, given)
         self._handoffs.prefill(handoff, engine, carried if self._in_rooms else given, self.now_ms)
         self._route(handoff.prefilled, request, way, "prefill", worker)
-        if handoff.prefilled.status == "rejected":  # at once, as longer than the pool
+        if handoff.prefilled.status == "rejected":  # at once, because it is longer than the pool
             self._failed.append(handoff.prefilled)
         if not self._is_serial:
             self._handoffs.send(handoff, carried, self.now_ms)
@@ -422,7 +425,7 @@ class PairRun(FleetRun):
         self._handoffs.send(way.handoff, carried, self.now_ms)
 
     def _carried(self, request: RouterRequest, hand_over: HandOver | None) -> Calls:
-        """The parameters of the decode leg: those that the router returns, or all."""
+        """Return the parameters of the decode leg: those from the router's `hand_over`, otherwise all."""
         if not self._calls.has("hand_over"):
             return hand_over
         given = yield from self._calls.hook("hand_over", self.now_ms, request, hand_over, request=request)
@@ -439,7 +442,7 @@ class PairRun(FleetRun):
         except ValueError as error:
             raise RouterError(str(error), self.now_ms, request) from None
         if carried is not None and not isinstance(carried, HandOver):
-            carried = port.hand_over_of(carried)  # a mapping of a router's own reaches the same engine
+            carried = port.hand_over_of(carried)  # the router's own mapping names the same engine
         picked = stream_of(worker)[1]
         routed = carried.get("routed_dp_rank", picked) if self._in_rooms and carried is not None else picked
         if routed != picked:
@@ -454,7 +457,7 @@ class PairRun(FleetRun):
             way.answer = answer
 
     def _expect(self, handoff: Handoff) -> EngineRequest:
-        """Open the decode leg at the engine that was picked."""
+        """Open the decode leg on the picked engine."""
         request = self._request_of[handoff]
         way, turn = self._ways[request], handoff.turn
         worker, engine = self._engine_for(way, "decode")
@@ -492,7 +495,7 @@ class PairRun(FleetRun):
         yield from self._signal("first_token", request)
 
     def _close_entry(self, request: RouterRequest, way: _Way, phase: Phase) -> Calls:
-        """Take a leg out of the books, and tell the router."""
+        """Take a leg out of the books, and notify the router."""
         way.counted.remove(phase)
         self._enter(request, way, phase)
         request.now_ms = self.now_ms
@@ -502,7 +505,7 @@ class PairRun(FleetRun):
             yield from self._calls.hook("finished", self.now_ms, request, request=request)
 
     def _finished(self, served: ScheduledRequest) -> Calls:
-        """Go on after the end of a leg."""
+        """Continue after the end of a leg."""
         request, worker = self._routed.pop(served)
         self._may_abort.pop(cast("Any", served), None)
         way = self._ways[request]
@@ -510,7 +513,7 @@ class PairRun(FleetRun):
         del way.legs[phase]
         request.reused_tokens = served.first_reused_tokens if served.admissions else None
         is_called_off = request in self.aborts.called_off or self._has_all_it_waits_for(request, phase, served)
-        is_over = request not in self._turn_of  # its answer came or its client left; this leg only drains
+        is_over = request not in self._turn_of  # it was answered or its client left; this leg only drains
         how = str(served.status) if served.status in ("finished", "rejected") else "failed"
         self._note_end(way, phase, cast("Any", served), how)
         if is_called_off or is_over:
@@ -531,13 +534,13 @@ class PairRun(FleetRun):
             self._drain(id_of(worker))
 
     def _has_all_it_waits_for(self, request: RouterRequest, phase: Phase, served: ScheduledRequest) -> bool:
-        """Whether a leg ended because its client left after a number of tokens, which its engine counts."""
+        """Whether a leg ended because its client left after a number of tokens (its engine counts them)."""
         turn = self._turn_of.get(request)
         most = None if turn is None or phase == "prefill" else turn.abort_after_tokens
         return most is not None and served.status != "finished" and len(served.token_ms) >= most
 
     def _prefilled(self, request: RouterRequest, way: _Way) -> Calls:
-        """Go on after a prefill leg that was answered."""
+        """Continue after the answer of a prefill leg."""
         way.is_answered = True
         if not self._is_serial:
             return
@@ -556,7 +559,7 @@ class PairRun(FleetRun):
         yield from self._ask_again()
 
     def _fails(self, request: RouterRequest, way: _Way, phase: Phase, how: str) -> Calls:
-        """Handle a failed leg. The router decides: its client waits for the other leg, both legs are sent again, or the
+        """Handle a failed leg. The router decides: the client waits for the other leg, both legs are sent again, or the
         client gets the error and the other leg is called off.
         """
         answer = None
@@ -577,7 +580,7 @@ class PairRun(FleetRun):
             yield from self._end(request, way, way.error or how)
 
     def _end(self, request: RouterRequest, way: _Way, status: str, *, asks: bool = True) -> Calls:
-        """End a request: its legs are called off, its entries close, and what waits for its end is released."""
+        """End a request: call off its legs, close its entries, and release its place and the next turn."""
         request.status = cast("Any", status)
         if way.failed is not None:
             first, since_ms = way.failed
@@ -602,7 +605,7 @@ class PairRun(FleetRun):
             yield from self._ask_again()
 
     def _drop_legs(self, way: _Way) -> None:
-        """Call off the open legs of a request that is over, or is sent again; they signal nothing more."""
+        """Call off the open legs of a request that is over or is sent again; they give no more signals."""
         if way.handoff is not None:
             self._handoffs.unsend(way.handoff)
         for phase, served in [*way.legs.items()]:
@@ -619,7 +622,7 @@ class PairRun(FleetRun):
             engine.inside.call_off(served, in_pass=self._passes.is_in_pass(engine))
 
     def _note_end(self, way: _Way, phase: Phase, served: EngineRequest, how: str) -> None:
-        """Count how a leg ended, or what it did when it was called off, and what it found."""
+        """Count how a leg ended, or its state when it was called off, and its hits."""
         leg = None if way.handoff is None else way.handoff.leg
         counts = self.roles.counts[phase]
         doing = way.doing.pop(phase, how)
@@ -639,7 +642,7 @@ class PairRun(FleetRun):
             counts["transferred_held"] += max(0, min(way.held - own, loaded))
 
     def _doing(self, way: _Way, phase: Phase, served: EngineRequest) -> str:
-        """What a leg does: its status in the scheduler, or what it waits for while it holds blocks."""
+        """Return the state of a leg: its status in the scheduler, or what it waits for while it holds blocks."""
         leg = None if way.handoff is None else way.handoff.leg
         if phase == "prefill" or leg is None or served.status != "waiting":
             return served.status if served.is_open else "running"  # in its last pass, which is computed at its start
@@ -650,7 +653,7 @@ class PairRun(FleetRun):
     # ---------------------------------------------------------------------------------------- one that is called off
 
     def _call_off(self, request: RouterRequest) -> Calls:
-        """Call an open request off. It waits here, or engines have it."""
+        """Call off an open request, which waits in the router or is on engines."""
         way = self._ways[request]
         if request.status == "waiting":
             self._waiting.remove(request)
@@ -683,7 +686,7 @@ class PairRun(FleetRun):
         for phase, served in way.legs.items():
             if served not in self._routed:
                 self.roles.ends[phase]["lost"] += 1
-        if not way.has_first:  # its client did not get the token of a prefill leg
+        if not way.has_first:  # the client never got the token of a prefill leg
             self._first_ms.pop(request, None)
         self._drop_legs(way)
         for phase in [each for each in PHASES if each in way.counted]:
@@ -698,7 +701,7 @@ class PairRun(FleetRun):
     def _lose_requests(self, incident: Incident, empty: Callable[[Worker, MockEngine], None]) -> Calls:
         ranks = self._ranks_of(incident.worker)
         for served in [each for each, (request, of) in self._routed.items() if of in ranks]:
-            if self._routed[served][0] not in self._turn_of:  # it is over, and this leg only drains
+            if self._routed[served][0] not in self._turn_of:  # its request is over; this leg only drains
                 del self._routed[served]
 
         def lose(worker: Worker, engine: MockEngine) -> None:
@@ -714,8 +717,8 @@ class PairRun(FleetRun):
         return lost
 
     def _lose_picks(self, ranks: Sequence[Worker], *, drops: bool) -> Calls:
-        """Close the entries on a lost worker that have no leg there: for a prefill worker, one that is held; for a
-        decode worker, one whose leg is still to be sent. That request is lost like those that have a leg.
+        """Close the entries on a lost worker that have no leg there. On a prefill worker these are held entries; on a
+        decode worker, entries whose leg is still to be sent, and those requests are lost like requests with a leg.
 
         Returns:
             The requests that wait for another worker.

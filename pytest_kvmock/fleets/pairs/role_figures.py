@@ -1,4 +1,4 @@
-"""What the legs of each role did in a run of P/D pairs."""
+"""Figures of each role's legs in a run of P/D pairs."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 
 class RanOut(NamedTuple):
-    """A lease that ended by time.
+    """A lease that ran out.
 
     Attributes:
         number: the request, by the order of arrival.
-        phase: state of the request then: "waiting" in the router, "prefill" or "decode", or how it had ended.
+        phase: the request's state at that time: "waiting" in the router, "prefill" or "decode", or how it had ended.
     """
 
     number: int
@@ -31,28 +31,29 @@ class RanOut(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RoleFigures:
-    """What the legs of one role did. Tokens are of prompts.
+    """Figures of one role's legs. Tokens are prompt tokens.
 
     Attributes:
         workers: the workers of the role.
         requests: legs that were sent to them.
-        computed: tokens that they computed, with those computed again.
-        hits: tokens that legs found cached at their own engine.
+        computed: tokens that they computed, including those computed again.
+        hits: tokens that legs found cached on their own engine.
         kept: for "prefill", legs whose blocks were kept for a decode engine.
-        transferred: for "decode", tokens that were loaded.
-        transferred_held: those of them that its engine held at the pick, by the events delivered.
-        ran_out: for "prefill", the leases that ended by time.
+        transferred: for "decode", tokens loaded from prefill engines.
+        transferred_held: transferred tokens that the decode engine held at the pick, by the events delivered.
+        ran_out: for "prefill", the leases that ran out.
         link_ms: for "decode", the sum of the times of all transfers, in virtual milliseconds; they may overlap.
-        ends: how many legs ended in each way: "finished", "failed", "rejected", "lost"; a leg whose client left counts
-            under its state then: "waiting", "running", "loading", "received" ...
-        refused: requests that the router refused when it was asked for this role, by the order of arrival.
-        alone: for "decode", the number of each request without a prefill leg, and the tokens that its engine did not
-            hold at the pick.
-        threshold: for "decode", from how many such tokens on there must be a prefill leg (`Fleet`); None: not declared.
-        recomputed: for "decode", requests whose leg had no parameters, so that its engine computed what a prefill
-            engine had.
-        failed: the number of each request whose leg failed first at this role, and how long its client waited for the
-            error after that, in virtual milliseconds.
+        ends: number of legs by how they ended: "finished", "failed", "rejected", "lost"; a leg whose client left counts
+            under its state at that time: "waiting", "running", "loading", "received" ...
+        refused: requests that the router refused at the pick for this role, by the order of arrival.
+        alone: for "decode", the number of each request without a prefill leg, and the tokens that its engine lacked at
+            the pick.
+        threshold: for "decode", the number of lacking tokens from which a prefill leg is needed (`Fleet`); None: not
+            declared.
+        recomputed: for "decode", requests whose decode leg had no parameters, so its engine computed the prompt again
+            after a prefill engine.
+        failed: the number of each request whose first failure was in this role, and how long its client then waited for
+            the error, in virtual milliseconds.
     """
 
     workers: tuple[Worker, ...] = ()
@@ -72,13 +73,13 @@ class RoleFigures:
     threshold: int | None = None
 
     def alone_from(self, threshold: int | None = None) -> list[int]:
-        """Return the requests that were decoded alone although at least this many tokens were to be computed.
+        """Return the requests that were decoded alone although their engine lacked at least `threshold` tokens.
 
         Args:
-            threshold: how many; None: as declared.
+            threshold: number of tokens; None: as declared.
 
         Raises:
-            ValueError: none was declared.
+            ValueError: no threshold is given or declared.
         """
         least = self.threshold if threshold is None else threshold
         if least is None:
@@ -86,7 +87,7 @@ class RoleFigures:
         return [number for number, tokens in self.alone if tokens >= least]
 
     def to_json(self) -> dict[str, Any]:
-        """Return it by the names of its attributes."""
+        """Return the figures by attribute name."""
         return {name: getattr(self, name) for name in self.__slots__} | {
             "workers": list(self.workers),
             "ends": dict(self.ends),
@@ -114,13 +115,13 @@ class RoleFigures:
 
 
 class RoleNotes:
-    """Notes of one run, one for each leg.
+    """Counts of one run, updated for each leg.
 
     Attributes:
-        counts: by role and name of a figure.
-        ends: by role, how legs ended.
-        refused: by role.
-        failed: by role, as of `RoleFigures`.
+        counts: figures, by role and name.
+        ends: how legs ended, by role.
+        refused: as of `RoleFigures`, by role.
+        failed: as of `RoleFigures`, by role.
         alone: as of `RoleFigures`.
         recomputed: as of `RoleFigures`.
         ran_out: as of `RoleFigures`.
@@ -141,8 +142,8 @@ class RoleNotes:
         """Return the figures of each role.
 
         Args:
-            services: what each worker did.
-            link_ms: how long transfers took.
+            services: the row of each worker.
+            link_ms: the sum of transfer times.
             threshold: as of `RoleFigures`.
         """
         found = {}

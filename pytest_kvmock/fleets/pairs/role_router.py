@@ -1,7 +1,7 @@
-"""Two routers of P/D pairs, one a role, as one object; and two indexes as one.
+"""Adapters that join the two routers of P/D pairs, or the two indexes, one for each role, into one object.
 
-Theory of operation. Each router, and each index, gets the workers, events and legs of its role only. An answer joins
-what both say: workers of two roles have no id in common.
+Theory of operation. Each router and each index gets only the workers, events and legs of its role. Answers of both are
+merged, because workers of different roles never share an id.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ _OF_WORKER: Final = ("worker_added", "worker_removed")
 
 
 def check_roles(what: str, given: Mapping[Any, Any]) -> dict[Phase, Any]:
-    """Return two things by role.
+    """Return the given objects by role.
 
     Raises:
-        ValueError: one is missing, or there is another.
+        ValueError: a role is missing or unknown.
     """
     if set(given) != set(PHASES):
         found = ", ".join(map(repr, given)) or "none"
@@ -40,7 +40,7 @@ def check_roles(what: str, given: Mapping[Any, Any]) -> dict[Phase, Any]:
 
 
 class RoleRouter:
-    """One router of each role; it has each method that at least one of them has.
+    """One router for each role, as one object; it has every method that at least one of them has.
 
     Args:
         routers: by role.
@@ -59,7 +59,7 @@ class RoleRouter:
         self._offer("apply", lambda event: role_of(event.worker_id))
         self._offer_both("started", self._started)
         for name in ("loads", "workers"):
-            if len(self._methods(name)) == len(routers):  # else the workers of one role would count as missing
+            if len(self._methods(name)) == len(routers):  # otherwise the workers of one role would count as missing
                 self._offer_both(name, self._union)
         self._offer_both("next_waiting", self._next_waiting)
 
@@ -71,12 +71,12 @@ class RoleRouter:
         return {phase: method for phase, method in found.items() if callable(method)}
 
     def _offer(self, name: str, phase_of: Callable[..., Phase]) -> None:
-        """Add a method that calls that of one role; if that role lacks it, it returns None."""
+        """Add a method that calls the router of one role; it returns None if that router lacks the method."""
         methods = self._methods(name)
 
         def call(*arguments: Any) -> Any:
             method = methods.get(phase_of(*arguments))
-            # A router of one role need not be told which.
+            # A router of one role does not need the role argument.
             return None if method is None else method(*arguments[: 1 if name in _OF_WORKER else None])
 
         self._have(name, methods, call)
@@ -103,7 +103,7 @@ class RoleRouter:
         return _joined([method() for method in methods.values()], _union_of)
 
     def _next_waiting(self, methods: Mapping[Phase, Any], requests: Sequence[RouterRequest]) -> Any:
-        """Return the next request: first among those whose prompts a prefill worker keeps."""
+        """Return the next request; decode legs come first, because a prefill worker keeps blocks for them."""
         for phase in reversed(PHASES):
             waiting = tuple(each for each in requests if (each.phase or "prefill") == phase)
             if not waiting:
@@ -115,7 +115,7 @@ class RoleRouter:
 
 
 def _joined(answers: Sequence[Any], join: Callable[[Sequence[Any]], Any]) -> Any:
-    """Join answers, or return an awaitable that does."""
+    """Join answers, or return an awaitable that joins them."""
     if not any(map(isawaitable, answers)):
         return join(answers)
 
@@ -132,16 +132,16 @@ def _union_of(answers: Sequence[Any]) -> Any:
 
 
 class RoleIndexes:
-    """One index of each role, as one.
+    """One index for each role, as one object.
 
-    It has `remove_worker(worker_id)` where both have.
+    It has `remove_worker(worker_id)` if both have it.
 
     Args:
         indexes: by role.
         role_of: returns the role of a worker.
 
     Raises:
-        TypeError: one lacks a method, or is async.
+        TypeError: an index lacks a method, or a method is async.
     """
 
     def __init__(self, indexes: Mapping[Phase, Any], role_of: RoleOf) -> None:
@@ -161,7 +161,7 @@ class RoleIndexes:
         self._indexes[self._role_of(event.worker_id)].apply(event)
 
     def find_matches(self, local_hashes: Sequence[int]) -> dict[Any, int]:
-        """Return what both find."""
+        """Return the matches of both indexes."""
         found: dict[Any, int] = {}
         for index in self._indexes.values():
             answer = index.find_matches(local_hashes)

@@ -1,4 +1,4 @@
-"""Comparison of reports, each of this run or read from the JSON of an earlier one."""
+"""Comparison of reports, of this run or read from the JSON of an earlier run."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Compared(NamedTuple):
         return None if FIGURES[name].is_point and not self.figure("completed") else self.figure(name)
 
     def other_start(self, other: Compared) -> str:
-        """Return a note if the two began with different caches; else ""."""
+        """Return a note if the two runs began with different caches; else ""."""
         if self.held_before == other.held_before:
             return ""
         return (
@@ -93,7 +93,7 @@ class Comparison(Mapping[str, "tuple[float | None, float | None]"]):
         other: the second report.
 
     Attributes:
-        notes: texts of what limits the comparison: different traces, or a router that draws its own random numbers.
+        notes: texts on the limits of the comparison: different traces, or a router that draws unseeded random numbers.
     """
 
     def __init__(self, one: Compared, other: Compared) -> None:

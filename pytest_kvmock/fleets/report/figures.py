@@ -1,12 +1,12 @@
-"""The figures of a run in one table, whose rows have all that prints, pages, JSON, comparisons and assertions need.
+"""One table of all figures of a run, for printed reports, pages, JSON, comparisons and assertions.
 
-One subject: the table, and the arguments of its functions.
+One subject: the table, and the rows that its functions take.
 
 Theory of operation. A figure is a function of `Rows`, those of one worker or of all. A request counts for the worker
-that served it last. Promised blocks are the overlap by the index at the pick; found blocks are those that its first
-admission reused. An engine that computes the last token of a prompt again (`Traits.recomputes_last_token`) does not
-reuse the last block of a prompt of full blocks, so that block is not promised. A request without output may reuse it on
-any engine, as in 1.6.1. The ideal is one endless cache that sees the requests in order of arrival.
+that served it last. Promised blocks are the overlap by the index at the pick; found blocks are those reused by the
+first admission. An engine that computes the last token of a prompt again (`Traits.recomputes_last_token`) does not
+reuse the last block of a prompt of full blocks, so that block is not promised. A request without output may reuse that
+block on any engine, as in 1.6.1. The ideal is one endless cache that sees the requests in order of arrival.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rows:
         arrived: number of requests that arrived.
         done: the completed requests; None: the finished ones.
         withdrawn: number of arrived requests that were called off before they were dispatched.
-        parts: for the rows of all workers, returns those of each; None if unknown.
+        parts: for the rows of all workers, returns the rows of each; None if unknown.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class Rows:
         return sum(map(attrgetter(name), self.done))
 
     def of_prompts(self, name: str) -> float:
-        """Return that sum as a share of the tokens of their prompts; 0 if there are none."""
+        """Return the sum of an attribute as a share of the prompts' tokens; 0 if there are none."""
         return share(self.total(name), self.total("prompt_tokens")) or 0.0
 
     def of_workers(self, name: str) -> int:
@@ -137,7 +137,7 @@ class Rows:
         return [value for value in found if value is not None]
 
     def statistic(self, what: str, point: str) -> float:
-        """Return one of `POINTS` of a distribution, such as the mean; those of gaps are sketched from 1.6.1 on."""
+        """Return one of `POINTS` of a distribution, such as the mean; points of gaps are sketched from 1.6.1 on."""
         known = self._statistics.get(what)
         if known is None or point not in known:
             if not self.facts.sketches or what not in ("itl", "per_user"):
@@ -151,7 +151,7 @@ class Rows:
 
     @cached_property
     def parts(self) -> Sequence[Rows]:
-        """For the rows of all workers, those of each; empty if unknown, or if a request belongs to no worker."""
+        """For the rows of all workers, the rows of each; empty if unknown, or if a request belongs to no worker."""
         found = [] if self._make_parts is None else [*self._make_parts()]
         return found if sum(len(each.done) for each in found) == len(self.done) else ()
 
@@ -213,7 +213,7 @@ class Rows:
         return share(sum(wait for wait in waits if wait is not None), len(waits))
 
     def lacking(self) -> dict[str, int]:
-        """Return the promised blocks that full attention had and that could not be reused, by the caches that lacked
+        """Return the promised blocks that full attention had but that could not be reused, by the caches that lacked
         them.
         """
         counts: dict[str, int] = {}
@@ -224,8 +224,8 @@ class Rows:
         return counts
 
     def believed_not_found(self) -> int | None:
-        """Return the blocks that the router believed to be there and no first admission found; None if it does not
-        report beliefs.
+        """Return the number of blocks that the router believed to be there but no first admission found; None if it
+        does not report beliefs.
         """
         says = [(said, each.found) for each in self.admitted if (said := each.believed) is not None]
         return _missing(says) if says else None
@@ -299,9 +299,9 @@ def leading_blocks(prompts: Sequence[Prompt], size: int) -> Iterator[int]:
 
 
 def _leading_by_ids(prompts: Iterable[tuple[Sequence[int], int, int]]) -> Iterator[int]:
-    """The same for (ids of a prompt, blocks that each of these fills, blocks of the prompt), in a tree of ids."""
-    places: dict[tuple[int, int], int] = {}  # by the place before and the id
-    blocks = [0]  # for each place, the most that any prompt had there
+    """Do the same for (ids of a prompt, blocks that each id fills, blocks of the prompt), in a tree of ids."""
+    places: dict[tuple[int, int], int] = {}  # by the previous place and the id
+    blocks = [0]  # for each place, the most blocks that any prompt had there
     for ids, each_fills, length in prompts:
         place, known, is_known, left = 0, 0, True, length
         for each in ids:
@@ -545,7 +545,7 @@ def check_figure(name: str) -> str:
     """Check and return the name of a figure.
 
     Raises:
-        ValueError: no figure has it.
+        ValueError: no figure has this name.
     """
     if not isinstance(name, str) or name not in FIGURES:
         raise ValueError(unknown_text("figure", name, FIGURES))
@@ -588,7 +588,7 @@ def folded(named: Sequence[Sequence[str]], columns: Iterable[Sequence[str]]) -> 
 
 
 def digest_of(rows: Sequence[object]) -> str:
-    """Return a digest of rows, eight digits."""
+    """Return a digest of rows, of eight digits."""
     return sha256(repr(rows).encode()).hexdigest()[:8]
 
 
@@ -598,7 +598,7 @@ def trace_digest(turns: Iterable[Asked], block_size: int) -> str:
 
     Args:
         turns: the requests of a trace, in its order.
-        block_size: tokens a block of the engines, by which prompts are hashed.
+        block_size: tokens per block of the engines, by which prompts are hashed.
     """
     found = sha256()
     for turn in turns:

@@ -1,7 +1,7 @@
-"""The page of a fleet: a report as plain data, for `pages`.
+"""A report as plain data for the page of a fleet (`pages`).
 
 Times are virtual milliseconds, to a tenth. A request is a row over several columns: its arrival, and the duration of
-each stretch. Rows that are left out to keep the page small are counted in `notes`.
+each phase. `notes` counts rows that are left out to keep the page small.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.fleets.routing.routing import Worker
 
 MOST_PICKS: Final = 500
-"""Number of picks, those with the most regret, whose candidates are all in a page."""
+"""Number of picks whose candidates are in a page: those with the most regret."""
 
 MOST_MARKS: Final = 200
-"""Maximum number of marked faults and errors of events."""
+"""Maximum number of marked faults and event errors."""
 
 EVEN: Final = 1.25
 """Multiple of the mean from which the page says that a worker has more work than others."""
@@ -49,7 +49,7 @@ def fleet_data(report: Any, compare: Any = (), selector: Any = None) -> dict[str
     Args:
         report: a `Report`.
         compare: another report or its JSON, or a list of them.
-        selector: computes the cost of a candidate, and so the regret of a pick; without a record, regret is in blocks
+        selector: computes the cost of a candidate, and thus the regret of a pick; without a record, regret is in blocks
             of overlap. None: `DynamoRouter()`.
 
     Raises:
@@ -83,7 +83,7 @@ def _data(
         notes.append(f"{report.run.facts.nobody_text.capitalize()}.")
     if not served:
         notes.append("This report has no requests.")
-    # Also picks without cost at which the chosen worker held less than another: readers ask about these next.
+    # Also picks without regret whose worker held less than another: readers ask about these next.
     given_away = [pick.choice.regret for pick in report.picks]
     worst = [at for at in range(len(regrets)) if regrets[at] > 0 or given_away[at]]
     worst = sorted(worst, key=lambda at: (-regrets[at], -given_away[at], at))[:MOST_PICKS]
@@ -108,7 +108,7 @@ def _data(
         "slo": {name: limit for name, limit in limits if limit is not None},
         "figures": [{"worker": "all" if worker is None else str(worker), **row} for worker, row in rows.items()],
         "got_nothing": got_nothing("requests", *report.run.counts("requests")),
-        # Each role of P/D pairs has its own work.
+        # The roles of P/D pairs have different work.
         "most_work": None if report.roles else _most_work(report),
         "requests": _requests(shown, place, last, regrets),
         "regret_by": "blocks of overlap" if report.run.recorder is None else type(selector).__name__,
@@ -129,8 +129,8 @@ def _ms(value: float | None) -> float | None:
 
 
 def _most_work(report: Any) -> dict[str, Any] | None:
-    """The worker with the most computed prompt tokens, counted as in `assert_balanced`; None if none were computed, or
-    there is only one worker.
+    """Return the worker with the most computed prompt tokens, counted as in `assert_balanced`; None if there were none,
+    or there is only one worker.
     """
     found = most(*report.run.counts("prompt_tokens")) if len(report.workers) > 1 else None
     if found is None:
@@ -144,7 +144,7 @@ def _requests(
     last: Mapping[int, int],
     regrets: Sequence[float],
 ) -> dict[str, list[Any]]:
-    """Columns of the requests of the timeline; stretches that did not take place are None."""
+    """Return the requests of the timeline as columns; phases that did not take place are None."""
     rows = [_request(each, place, last.get(each.number), regrets) for each in shown]
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {"number": []}
 
@@ -180,7 +180,7 @@ def _request(each: RequestRow, place: Mapping[Any, int], at: int | None, regrets
 
 
 def _stops(request: Any) -> list[list[float]]:
-    """The preemptions of a request: each begins at its last token or admission, and lasts until the next admission."""
+    """Return the preemptions of a request; each lasts from its last token or admission to the next admission."""
     found: list[list[float]] = []
     if len(request.admissions) < 2:
         return found
@@ -192,7 +192,7 @@ def _stops(request: Any) -> list[list[float]]:
 
 
 def _pick(record: PickRecord, selector: Selector) -> dict[str, Any]:
-    """Return a pick with the true values of all candidates, and the overlaps that the router was shown."""
+    """Return a pick with the true values of all candidates, and the overlaps that the router saw."""
     costs = selector_costs(selector, record)
     rows = [
         {
@@ -208,7 +208,7 @@ def _pick(record: PickRecord, selector: Selector) -> dict[str, Any]:
 
 
 def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[str, list[Any]]] | None:
-    """Samples of the passes of each worker; None if nothing was recorded."""
+    """Return samples of the passes of each worker; None if nothing was recorded."""
     if report.run.recorder is None:
         return None
     columns = report.run.recorder.samples
@@ -231,7 +231,7 @@ def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[s
 
 
 def _marks(report: Any, notes: list[str]) -> list[dict[str, Any]]:
-    """Marks in time: incidents, the first wrong beliefs of the router, faults, and errors of events."""
+    """Return marks in time: incidents, the router's first wrong beliefs, faults, and event errors."""
     marks = [
         {"ms": _ms(each.ms), "kind": each.kind, "worker": str(each.worker), "text": f"{each.lost} requests lost"}
         for each in report.run.incidents

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 _NO_MORE: Final = 1e-9
-"""A cost within this many blocks of the least counts as the least, as floats are added in another order."""
+"""A cost within this many blocks of the least counts as the least, because floats may be added in another order."""
 
 _LEAST_DUE: Final = 8
 """Minimum due, in picks, from which a worker is judged."""
@@ -65,7 +65,7 @@ class Regret:
     Attributes:
         blocks: the regret of each pick, in blocks.
         picks: the picks that were not among the cheapest, in order.
-        share: their share of all picks, from 0 to 1.
+        share: the share of such picks, from 0 to 1.
         mean: the mean regret of all picks, in blocks.
         worst: the first pick with the most regret; None if all were among the cheapest.
     """
@@ -124,7 +124,7 @@ class TieShare(NamedTuple):
 
     Attributes:
         worker: the worker.
-        due: the sum of 1/n over these picks, in each of which n workers tied.
+        due: the sum of 1/n over these picks, with n the number of tied workers.
         had: number of these picks that it got.
     """
 
@@ -159,7 +159,7 @@ def assert_ties_shared(selector: Selector, recorder: Record, note: str = "") -> 
         note: end of the message.
 
     Raises:
-        AssertionError: a worker did, or no workers ever tied.
+        AssertionError: a worker got too few or too many, or no workers ever tied.
     """
     __tracebackhide__ = True
     shares = tie_shares(selector, recorder)
@@ -195,9 +195,7 @@ def check_selector(selector: Any) -> Selector:
 
 
 def stale_note(what: str, every_ms: float | None) -> str:
-    """Return a line that says that the router was shown polled loads but `what` uses true ones; "" if loads were not
-    polled.
-    """
+    """Return a note that the router saw polled loads while `what` uses true loads; "" if loads were not polled."""
     if every_ms is None:
         return ""
     return (

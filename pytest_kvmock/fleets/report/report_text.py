@@ -1,4 +1,4 @@
-"""A report as text: its table, and below it a line for each fact that the table does not show."""
+"""A report as text: its table, followed by a line for each fact that the table lacks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class MissedAbort(NamedTuple):
 
     Attributes:
         ms: its planned time, in virtual milliseconds; for an abort after tokens, when its request was over.
-        number: the request that was to be called off, by the order of arrival.
+        number: the request of the abort, by the order of arrival.
         kind: "abort".
     """
 

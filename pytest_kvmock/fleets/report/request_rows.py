@@ -39,10 +39,10 @@ def joined_rows(
     picks: Sequence[Pick],
     services: Sequence[WorkerRow],
 ) -> list[RequestRow]:
-    """Return a row for each request, with its first and its last pick; for the arguments see `Report`."""
+    """Return a row for each request, with its first and its last pick; see `RunResult` for the arguments."""
     first: dict[int, Pick] = {}
     last: dict[int, Pick] = {}
-    computes: dict[int, int] = {}  # the attempt in which a prefill worker was picked, which determines the found blocks
+    computes: dict[int, int] = {}  # attempts with a prefill worker, whose pick then determines the found blocks
     for each in picks:
         first.setdefault(each.number, each)
         if each.phase == "decode" and computes.get(each.number) == each.attempt:
@@ -102,7 +102,7 @@ def request_json(row: RequestRow, pools: Pools | None) -> dict[str, Any]:
 
 
 def _picked(row: RequestRow, pick: Pick, history: list[dict[str, Any]] | None) -> dict[str, Any]:
-    """The fields that a pick adds; it is also added to the routing history of the long form."""
+    """Return the fields of a pick; also add them to the routing history of the long form."""
     overlaps = {
         "selected_overlap_blocks": pick.overlap,
         "best_available_overlap_blocks": pick.best_overlap,
@@ -125,7 +125,7 @@ def _picked(row: RequestRow, pick: Pick, history: list[dict[str, Any]] | None) -
 
 
 def _long(row: RequestRow, pools: Pools) -> dict[str, Any]:
-    """The further fields of the long form."""
+    """Return the further fields of the long form."""
     request, worker, handoff, asked = row.request, row.served_by, row.handoff, row.asked
     history = _admissions(row)
     named = asked if pools.names_sessions else None
@@ -183,7 +183,7 @@ def _routes(worker: int | None, handoff: Mapping[str, Any], pools: Pools) -> lis
 
 
 def _admissions(row: RequestRow) -> list[dict[str, Any]]:
-    """The admissions of a request, at the prefill engine first."""
+    """Return the admissions of a request, those at the prefill engine first."""
     pools = [("agg", row.request.admissions)]
     if row.handoff:
         pools = [("prefill", row.handoff.get("prefill_admissions", ())), ("decode", row.request.admissions)]

@@ -1,7 +1,7 @@
 """Figures of routing quality: functions from picks and counts by worker to shares, balance and failure texts.
 
-You need no fleet: note for each request what the chosen worker and the best one held of its prompt, and how many
-requests each worker got, and you get the same figures and assertions.
+You need no fleet. If you note for each request the blocks that the chosen worker and the best worker held, and how many
+requests each worker got, you get the same figures and assertions.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ if TYPE_CHECKING:
 
 
 _MOST_SHARE: Final = (1.0, 0.75, 0.6, 0.5)
-"""The largest share of the picks that one of 1, 2, 3 or 4 candidates may get; of more, the limit is twice the mean.
+"""The largest share of the picks that one of 1, 2, 3 or 4 candidates may get; with more candidates, the limit is twice
+the mean.
 
 Measured: in busy fleets right routers gave one of two workers at most 0.64 of the requests, and one of three 0.58
 (`tests/fleets/right_routers.py`).
@@ -40,7 +41,7 @@ class Choice(NamedTuple):
 
     @property
     def regret(self) -> int:
-        """Blocks that the best worker held beyond those of the chosen one."""
+        """Number of blocks that the best worker held beyond those of the chosen worker."""
         return max(0, self.best - self.selected)
 
 
@@ -50,8 +51,8 @@ def share(part: float, whole: float) -> float | None:
 
 
 def of_best(choices: Iterable[Choice]) -> float | None:
-    """Return the blocks that chosen workers held as a share of those that the best ones held; None if no worker held
-    any.
+    """Return the blocks that chosen workers held, as a share of those that the best workers held; None if no worker
+    held any.
     """
     selected = best = 0
     for choice in choices:
@@ -61,7 +62,7 @@ def of_best(choices: Iterable[Choice]) -> float | None:
 
 
 def worst_choice(choices: Sequence[Choice]) -> int | None:
-    """Return the position of the first choice with the largest regret; None if no choice has any."""
+    """Return the position of the first choice with the largest regret; None if no choice has regret."""
     at = max(range(len(choices)), key=lambda each: (choices[each].regret, -each), default=None)
     return at if at is not None and choices[at].regret else None
 
@@ -84,7 +85,7 @@ def rates(counts: Mapping[Worker, float], there: Mapping[Worker, float] | None =
     Args:
         counts: how much each worker got.
         there: the share of the picks at which each worker was a candidate, from 0 to 1; a worker with 0 is left out.
-            None: each was one at all picks.
+            None: each worker was one at all picks.
     """
     if there is None:
         return dict(counts)
@@ -189,7 +190,7 @@ def assert_at_least(what: str, value: float | None, least: float, row: str) -> N
 
 
 def called_off_text(count: float | None, of: str = "requests") -> str:
-    """Return a line that says how many requests of a worker were called off; empty if none were, or if `of` is not
+    """Return a line with the number of a worker's called-off requests; empty if there are none, or if `of` is not
     "requests".
     """
     return f"{count:g} of its requests were called off\n" if count and of == "requests" else ""
@@ -214,7 +215,7 @@ def assert_balanced(
     there: Mapping[Worker, float] | None = None,
     row: Callable[[Worker], str] | None = None,
 ) -> None:
-    """Fail where one worker has more than `within` times the mean; a single worker is balanced.
+    """Fail if one worker has more than `within` times the mean; a single worker is balanced.
 
     Args:
         of: what is counted; "requests" count one for each pick.

@@ -45,11 +45,10 @@ class Pick(NamedTuple):
         overlap: blocks of the prompt that the worker held when the request arrived at the router, by the events
             delivered by then. Dynamo's router counts and reports these, even if the request has waited since then.
         best_overlap: the most that any candidate held at that time.
-        held: blocks of the prompt that the worker held at the pick, by the delivered events; the router was shown
-            these.
+        held: blocks of the prompt that the worker held at the pick, by the delivered events; the router saw these.
         best_held: the most that any candidate held at the pick.
         waited_ms: time that the request had waited in the router.
-        attempt: 1 for the first time that it was sent, one more each time that it was sent again.
+        attempt: 1 for the first dispatch, plus 1 for each time that it was sent again.
         believed: blocks of the prompt that the router believed to be there, by its `believed(request)`; None if it has
             no such method.
         phase: for P/D pairs, the leg of the pick, which is also the role of its worker; None if there is only one leg.
@@ -85,7 +84,7 @@ class RequestRow(NamedTuple):
         handoff: data of its handoff from a prefill engine, for Dynamo's report.
         first: the first pick for it; None if there was no router.
         last: the last pick for it.
-        block_size: tokens a block.
+        block_size: tokens per block.
         recomputes_last_token: whether its engine computes the last token of a prompt even if it is cached.
     """
 
@@ -107,7 +106,7 @@ class RequestRow(NamedTuple):
 
     @property
     def promised(self) -> int:
-        """Those of them that an engine may reuse."""
+        """The promised blocks that an engine may reuse."""
         return self._reusable(self.held)
 
     @property
@@ -130,8 +129,8 @@ class RequestRow(NamedTuple):
 
     @property
     def lacking(self) -> tuple[int, tuple[str, ...]]:
-        """The blocks that were promised and not found although its engine's full attention had them, and the other
-        caches that lacked them.
+        """The promised blocks that its engine's full attention had but the first admission did not find, and the caches
+        that lacked them.
         """
         tokens, caches = self.request.lacking
         return max(0, min(self.promised, tokens // self.block_size) - self.found), caches
@@ -174,8 +173,8 @@ class WorkerRow(NamedTuple):
         preemptions: number of preemptions.
         open_requests: sum of its open requests over the picks at which it was a candidate.
         picks: number of these picks.
-        recomputes_last_token: whether its engine computes the last token of a prompt though it is cached.
-        has_host: whether there is a host below its device.
+        recomputes_last_token: whether its engine computes the last token of a prompt even if it is cached.
+        has_host: whether its device has a host tier.
         role: "prefill" or "decode"; None if it belongs to no P/D pair.
     """
 
@@ -214,8 +213,7 @@ class EventMark(NamedTuple):
     """A fault or error of events at a time of a run.
 
     Attributes:
-        ms: time of the note, in virtual milliseconds: the end of the pass that published, or the delivery of a late
-            event.
+        ms: time of the mark, in virtual milliseconds: the end of the publishing pass, or the delivery of a late event.
         kind: the injected fault, or the rule of the error.
         worker: the id of the worker.
         text: description.
@@ -236,7 +234,7 @@ BELIEFS: Final[Mapping[str, tuple[str, ...]]] = {
     "workers": (),
     "overlap_by_owner": ("request",),
 }
-"""The methods by which a router reports its beliefs, with their arguments."""
+"""The methods that report a router's beliefs, with their arguments."""
 
 BELIEFS_TEXT: Final = ", ".join(f"{name}({', '.join(arguments)})" for name, arguments in BELIEFS.items())
 """"loads(), overlap(request) ...", for messages."""
@@ -252,8 +250,8 @@ class Belief(NamedTuple):
         worker: the first worker for which it was wrong.
         observed: the router's belief, and the hook after which it became wrong.
         expected: the right value, by the hooks and events that the router received.
-        follows: whether it may follow from an earlier one: prefill tokens from a wrong overlap, loads from a worker
-            missing in its list.
+        follows: whether it may follow from an earlier wrong belief: prefill tokens from a wrong overlap, loads from a
+            worker missing in its list.
     """
 
     rule: str
@@ -269,12 +267,12 @@ class Belief(NamedTuple):
 
 
 class OwnerPromise(NamedTuple):
-    """What a router promised of the stores that workers share, at a pick.
+    """A router's promise of blocks in shared stores, at a pick.
 
     Attributes:
         ms: when, in virtual milliseconds.
-        number: the request that was picked for, by the order of arrival.
-        blocks: blocks of its prompt that each worker can load from each store, beyond its faster tiers, by store.
+        number: the request of the pick, by the order of arrival.
+        blocks: by store, the blocks of the prompt that each worker can load from it, beyond the worker's faster tiers.
     """
 
     ms: float
@@ -308,9 +306,8 @@ class PickRecord(NamedTuple):
     Attributes:
         request: the request at the time of the pick; `overlaps` are the true ones on its arrival.
         chosen: the chosen worker.
-        candidates: the workers with true overlaps and true loads, which may differ from those that the router was
-            shown.
-        shown: the overlaps that the router was shown, in the same order.
+        candidates: the workers with true overlaps and true loads, which may differ from those that the router saw.
+        shown: the overlaps that the router saw, in the same order.
     """
 
     request: RouterRequest
@@ -320,7 +317,7 @@ class PickRecord(NamedTuple):
 
 
 class Record(Protocol):
-    """What a fleet with `record=True` keeps.
+    """The record of a fleet with `record=True`.
 
     Attributes:
         samples: the columns of `PassSample`, by name.
@@ -361,7 +358,7 @@ class Objectives:
         return not (self.ttft_ms is None and self.itl_ms is None and self.e2e_ms is None)
 
     def are_met(self, request: ScheduledRequest) -> bool:
-        """Whether a finished request keeps all of them; for one without tokens only `e2e_ms` counts."""
+        """Whether a finished request keeps all limits; without tokens only `e2e_ms` counts."""
         first, last, end = request.ttft_ms, request.e2e_ms, request.ended_ms
         if first is None or last is None:
             alone = self.ttft_ms is None and self.itl_ms is None
@@ -413,20 +410,20 @@ class RunFacts:
     """How a run was made.
 
     Attributes:
-        block_size: tokens a block of the engines.
-        sketches: whether percentiles of gaps between tokens are sketched, and requests counted by their ends (1.6.1).
+        block_size: tokens per block of the engines.
+        sketches: whether percentiles of gaps between tokens are sketched, and requests are ordered by their ends
+            (1.6.1).
         pools: further fields of the long form of Dynamo's report; None: the report is the short one.
         router: name of the router's class; "" if there was none.
         trace: name of the trace, if it has one.
         turns: the trace.
         objectives: the limits of good requests.
         arrived: number of requests that arrived; None: the number dispatched.
-        withdrawn: number of them that were called off before they were dispatched.
+        withdrawn: number of arrived requests that were called off before dispatch.
         held_before: blocks that the engines held at the start of the run.
-        loads_every_ms: greatest age of the engine loads that the router was shown; None: it was shown those of the load
-            book.
-        nobody_from_ms: virtual milliseconds from which there was no worker for the requests that waited at the end;
-            None if all were served, or there was a worker.
+        loads_every_ms: greatest age of the engine loads that the router saw; None: it saw those of the load book.
+        nobody_from_ms: virtual milliseconds from which the requests that waited at the end had no worker; None if all
+            were served or there was a worker.
     """
 
     block_size: int

@@ -1,4 +1,4 @@
-"""The results of a run for its report: raw rows, and figures that are sums over them. `Report.run` is one.
+"""The results of a run for its report (`Report.run`): raw rows, and figures that are sums over them.
 
 One subject: the rows of a run, of all and of each worker.
 """
@@ -61,15 +61,15 @@ class RunResult:
         incidents: the incidents of workers, in order.
         missed: incidents that were planned for a time after the end of the run, and aborts (`MissedAbort`: `ms`,
             `number` and the kind "abort") of requests that were over by then, or had not arrived.
-        event_errors: number of errors in the events of this run by a harness's verdict, without those that an injected
-            fault explains or a test expects; None for bare engines, whose events are not judged.
+        event_errors: errors in the events of this run by a harness's verdict, without those that an injected fault
+            explains or a test expects; None for bare engines, whose events are not judged.
         marks: times of injected faults and of wrong events in a harness, in order.
         recorder: with `record=True`, `samples` of each real pass (columns by name, in arrays; see `PassSample`) and
             `pick(at)` with true candidates (`PickRecord`); else None.
         beliefs: the router's wrong beliefs, the first of each kind; in a harness they are also problems of the test.
             None if it has none of the methods `loads()`, `overlap(request)`, `believed(request)`, `workers()` and
             `overlap_by_owner(request)`.
-        promises: what the router promised of shared stores at each pick, if it has `overlap_by_owner(request)`.
+        promises: the router's promises of blocks in shared stores at each pick, if it has `overlap_by_owner(request)`.
         roles: figures of the legs "prefill" and "decode" of P/D pairs; None if there are no pairs.
     """
 
@@ -148,7 +148,7 @@ class RunResult:
         known = self._known_rows.get((worker, by_end))
         if known is None:
             known = self._make_rows(worker, by_end=by_end)
-            if self.facts.turns:  # the trace was served; an engine without a trace may continue
+            if self.facts.turns:  # the trace was served, so rows are final; an engine without a trace may continue
                 self._known_rows[worker, by_end] = known
         return known
 
@@ -169,8 +169,8 @@ class RunResult:
         return Rows(self.facts, served, picks, services, arrived=len(served))
 
     def figures(self, worker: Worker | None = None, *, has_gaps: bool = True) -> Figures:
-        """Return the figures of a worker, or of all; `has_gaps`: whether to include those of gaps between tokens, which
-        may be millions.
+        """Return the figures of a worker, or of all; `has_gaps`: whether to include the figures of gaps between tokens,
+        which may be millions.
         """
         names = names_of("worker", "latency") if worker is not None else names_of("all", "worker", "latency")
         return self.of(worker).figures(name for name in names if has_gaps or not name.startswith("itl_"))
@@ -189,7 +189,7 @@ class RunResult:
         return Compared(*known, figure=self.figure, figures=self.figures)
 
     def printed_rows(self) -> dict[Worker | None, Figures]:
-        """Return the printed figures of these rows."""
+        """Return the printed figures of all workers together and of each."""
         whole = (*PRINTED, *names_of("all"))
         return {
             each: self.of(each).figures(PRINTED if each in self.workers else whole) for each in (None, *self.workers)

@@ -1,4 +1,4 @@
-"""Mean, percentiles and deviation of many values, by Dynamo's keys: exact ones, and those that 1.6.1 sketches."""
+"""Mean, percentiles and deviation of many values, by Dynamo's keys: exact, or sketched as in 1.6.1."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def statistics(
 ) -> dict[str, float]:
     """Return mean, minimum, maximum, exact percentiles and deviation of values (`POINTS`); 0 if there are none.
 
-    A percentile is the value at `round((n - 1) * q)` of the n sorted ones (half up), a standard deviation that of the
-    population.
+    A percentile is the value at `round((n - 1) * q)` of the n sorted values (half up); the standard deviation is that
+    of the population.
 
     Args:
         values: the values, in their order.
@@ -80,7 +80,8 @@ def _exact(ordered: Sequence[float], counts: Sequence[int] | None, count: int) -
 
 
 def _deviation(values: Sequence[float], counts: Sequence[int] | None = None) -> float:
-    """Return the standard deviation of the population. Differences from one value are used, which keeps all digits.
+    """Return the standard deviation of the population. It is computed from differences to one value, which keeps all
+    digits.
 
     Args:
         values: the values.
@@ -129,7 +130,7 @@ class Sketch:
 
     @classmethod
     def of_all(cls, sketches: Iterable[Sketch]) -> Sketch:
-        """Return one sketch of the values of several."""
+        """Return one sketch of the values of several sketches."""
         whole = cls()
         for each in sketches:
             whole.add(each)
@@ -163,7 +164,7 @@ class Sketch:
 
 
 def _element(count: int, percent: float) -> int:
-    """The index of a percentile among `count` sorted values."""
+    """Return the index of a percentile among `count` sorted values."""
     span = count - 1
     rank = math.floor(span * percent / 100.0 + 0.5)
     quantile = 1.0 if not span or rank >= span else (rank + 0.5) / span

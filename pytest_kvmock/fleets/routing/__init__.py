@@ -1,1 +1,1 @@
-"""Which worker gets a request: what a router is asked, the loads that it is shown, and routers to compare with."""
+"""The choice of a worker for a request: a router's inputs, the loads that it sees, and routers to compare with."""

@@ -1,4 +1,4 @@
-"""The source of the loads that a router is shown, and what is lost on the way."""
+"""The source of the loads that a router sees, and losses on the way."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ class LoadFeed:
 
     Attributes:
         source: "router": the load book of Dynamo's router; "engine": the loads of the engines, polled; "stream": the
-            loads that they publish (SGLang's load stream).
-        every_ms: with "engine", how old loads may be, in milliseconds; 0: they are read at each pick.
-        interval: with "stream", after how many decode steps a load is sent.
-        late_ms: with "stream", how much later than it is sent a message arrives.
-        silent: by worker, milliseconds of the run from which nothing arrives from it: its messages are lost, or its
-            polls fail. Earlier readings stay and get older; with 0 nothing is ever read.
-        jumps: with "stream", how many sequence numbers each message of a worker skips, as after failed sends.
+            loads that engines publish (SGLang's load stream).
+        every_ms: with "engine", the maximum age of loads, in milliseconds; 0: they are read at each pick.
+        interval: with "stream", the number of decode steps between load messages.
+        late_ms: with "stream", the delay of each message, in milliseconds.
+        silent: by worker, the millisecond of the run from which its messages are lost or its polls fail. Earlier
+            readings stay and get older; with 0 there is never a reading.
+        jumps: with "stream", by worker, the number of sequence numbers that each message skips, as after failed sends.
         short: with "stream", the workers whose messages have the six entries of the first version.
 
     Raises:
@@ -62,5 +62,5 @@ class LoadFeed:
 
     @property
     def stale_ms(self) -> float | None:
-        """Greatest age of the loads shown to a router, if none is lost; None for loads of the load book."""
+        """Greatest age of the loads that a router sees if no reading is lost; None for loads of the load book."""
         return {"router": None, "engine": self.every_ms, "stream": 1000.0 * HEARTBEAT_S + self.late_ms}[self.source]

@@ -1,11 +1,11 @@
 """The load book: the loads of a router's workers by its own open requests, as Dynamo's router counts
 them.
 
-A request counts from its pick, whatever the engine does with it later. All uncached tokens of its prompt are taken
-away at its first token, its blocks at its end. Generated tokens, partial blocks, eviction and preemption do not count.
+A request counts from its pick, whatever the engine does with it later. The uncached tokens of its prompt stop counting
+at its first token, its blocks at its end. Generated tokens, partial blocks, eviction and preemption do not count.
 
-With P/D pairs a request has an entry for each leg (`request.phase`), which ends by itself. A decode leg whose prompt
-comes from a prefill worker (`request.picked`) has no tokens to compute.
+With P/D pairs, a request has one entry for each leg (`request.phase`); the two end separately. A decode leg with a
+prefill worker (`request.picked`) has no tokens to compute.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Load:
         return len(self._blocks)
 
     def new_blocks(self, chain: Sequence[int]) -> int:
-        """Return how many blocks of a chain (sequence hashes) no open request has as leading blocks."""
+        """Return the number of blocks of a chain (sequence hashes) that are not leading blocks of an open request."""
         held, known = self._blocks, 0
         for block in chain:
             if block not in held:
@@ -57,7 +57,7 @@ class Load:
             held[block] = held.get(block, 0) + 1
 
     def take(self, chain: Sequence[int], prefill_tokens: int) -> None:
-        """Remove a request; `prefill_tokens` are those that it still has."""
+        """Remove a request; `prefill_tokens` are those that still count for it."""
         self.requests -= 1
         self.prefill_tokens -= prefill_tokens
         held = self._blocks
@@ -84,7 +84,7 @@ class LoadBook:
         self._open: dict[tuple[RouterRequest, Phase | None], tuple[Load, int]] = {}
 
     def dispatched(self, request: RouterRequest, worker: Worker, overlap: int) -> None:
-        """Count a request that goes to a worker, which holds `overlap` blocks of its prompt."""
+        """Count a request that goes to a worker; the worker holds `overlap` blocks of its prompt."""
         load = self.loads[worker]
         prefill = max(0, request.prompt_tokens - overlap * request.block_size)
         if request.phase == "decode" and request.picked is not DECODE_ALONE:
@@ -93,13 +93,13 @@ class LoadBook:
         self._open[request, request.phase] = load, prefill
 
     def first_token(self, request: RouterRequest) -> None:
-        """Take away the tokens of a prompt that is computed."""
+        """Stop counting the tokens of a prompt that is computed."""
         load, prefill = self._open[request, request.phase]
         load.prefill_tokens -= prefill
         self._open[request, request.phase] = load, 0
 
     def finished(self, request: RouterRequest) -> None:
-        """Remove a request that is over; nothing changes for one that was never dispatched."""
+        """Remove a request that is over; nothing changes if it was never dispatched."""
         load, prefill = self._open.pop((request, request.phase), (None, 0))
         if load is not None:
             load.take(request.sequence_hashes, prefill)

@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.tokens import Prompt
 
 Worker: TypeAlias = "int | tuple[int, int]"
-"""A worker as routers name it: its id, or (id, rank) where workers have several ranks."""
+"""A worker's name for routers: its id, or (id, rank) if workers have several ranks."""
 
 
 def id_of(worker: Worker) -> int:
-    """Return the id of a worker, whatever its rank."""
+    """Return the id of a worker without its rank."""
     return worker[0] if isinstance(worker, tuple) else worker
 
 
 def stream_of(worker: Worker) -> tuple[int, int]:
-    """Return the id and rank of a worker, whose events are one stream; rank 0 if it has a single one."""
+    """Return the id and rank that name a worker's event stream; the rank is 0 if there is only one."""
     return worker if isinstance(worker, tuple) else (worker, 0)
 
 
@@ -35,7 +35,7 @@ RequestStatus: TypeAlias = Literal[
 ]
 
 Phase: TypeAlias = Literal["prefill", "decode"]
-"""The leg that a router of P/D pairs is asked for, or told of; also the role of its workers."""
+"""The leg that a call of a P/D pair's router is about; also the role of the leg's workers."""
 
 PHASES: Final[tuple[Phase, Phase]] = ("prefill", "decode")
 
@@ -51,14 +51,14 @@ class PairAnswer(Enum):
 
 
 DECODE_ALONE: Final = PairAnswer.DECODE_ALONE
-"""Answer when asked for a prefill worker: there is no prefill leg, and the decode worker computes the prompt."""
+"""Answer to a prefill pick: there is no prefill leg, and the decode worker computes the prompt."""
 
 REFUSE: Final = PairAnswer.REFUSE
-"""Answer when asked for either: the client gets an error that it may retry, such as a 503."""
+"""Answer to either pick: the client gets an error after which it may retry, such as a 503."""
 
 
 class RouterRequest:
-    """One request as a router sees it, the same object in all its methods; equal to itself only.
+    """One request as a router sees it: the same object in all calls, equal only to itself.
 
     Args:
         number: its place in the order of arrival, from 0.
@@ -67,25 +67,25 @@ class RouterRequest:
         max_output_tokens: how many tokens it generates.
         arrival_ms: when it arrived at the router.
         session_id: the conversation that it belongs to; None if there is none.
-        priority: larger is served first, where engines have priorities.
+        priority: larger is served first, if the engines have priorities.
 
     Attributes:
-        prompt: as given; also the other arguments.
+        prompt: as given; the other arguments are attributes too.
         tokens: the prompt's tokens; None if only hashes are known.
-        local_hashes: local hash of each full block of the prompt (u64), by which a `RadixIndex` is asked.
+        local_hashes: local hash of each full block of the prompt (u64), as `RadixIndex.find_matches` takes them.
         sequence_hashes: sequence hash of each full block (u64).
         prompt_tokens: length of the prompt in tokens.
         lora_name: its LoRA adapter; None if there is none.
-        now_ms: the time now, in virtual milliseconds; a router that needs a clock takes this one.
-        attempt: 1, plus one each time it was sent again because its worker was lost.
-        status: "waiting" until a worker was picked, then "running", then how it ended.
+        now_ms: the present virtual time, in milliseconds; use it if your router needs a clock.
+        attempt: 1, plus 1 for each time that it was sent again because its worker was lost.
+        status: "waiting" until a worker is picked, then "running", then how it ended.
         overlaps: blocks of its prompt that each worker held when it arrived; a worker without one may be absent. None:
             unknown.
-        reused_tokens: in `finished`, tokens of its prompt that its engine, or that of the leg, reused, wherever they
-            came from; None: it was not admitted.
-        phase: for P/D pairs, the leg that the router is asked for, or told of: "prefill" or "decode"; `block_size` and
-            hashes are then those of the workers of that role. None if there is one leg.
-        picked: for P/D pairs, the pick for the other leg, a worker or `DECODE_ALONE`; None: none yet.
+        reused_tokens: in `finished`, tokens of its prompt that the engine (of this leg) reused, from any source; None:
+            it was not admitted.
+        phase: for P/D pairs, the leg that the present call is about, "prefill" or "decode"; `block_size` and hashes are
+            those of that role's workers. None if there is one leg.
+        picked: for P/D pairs, the pick for the other leg, a worker or `DECODE_ALONE`; None: no pick yet.
     """
 
     __slots__ = (
@@ -145,35 +145,36 @@ class RouterRequest:
         return self.prompt.tokens
 
     def hashes(self, lookahead: int = 0) -> list[int]:
-        """Local hashes to look up for workers whose block names also cover the next `lookahead` tokens.
+        """Return the local hashes to look up for workers whose block names also cover the next `lookahead` tokens.
 
-        A prompt of hashes has only its own.
+        A prompt of hashes returns its own hashes.
         """
         return self.prompt.block_hashes(self.block_size, lookahead if self.prompt.has_tokens else 0)
 
     @property
     def lora_name(self) -> str | None:
-        """Its LoRA adapter; None if there is none."""
+        """The LoRA adapter of the request; None if there is none."""
         return self.prompt.lora_name
 
     @property
     def cache_salt(self) -> str | None:
-        """Its tenant's salt; None if there is none."""
+        """The cache salt of its tenant; None if there is none."""
         return self.prompt.cache_salt
 
     @property
     def multimodal(self) -> tuple[MultimodalItem, ...]:
-        """The multimodal items in its prompt, as an engine names them: identifier, offset of the first token, and
-        length, in tokens.
+        """The multimodal items in its prompt as an engine names them: identifier, offset of the first token, and length
+        in tokens.
         """
         return self.prompt.multimodal
 
 
 class NameForms:
-    """How many of the next tokens the block names of each worker also cover, by its events; look-ups use windows that
-    much longer.
+    """The look-ahead of each worker's block names (how many of the next tokens they also cover), learned from its
+    events.
 
-    An index is asked once for each number that occurs, and each answer counts for the workers with that number.
+    Look-ups use windows of that length. An index is asked once for each look-ahead that occurs, and each answer counts
+    for the workers with that look-ahead.
     """
 
     __slots__ = ("_forms",)
@@ -182,29 +183,29 @@ class NameForms:
         self._forms: dict[tuple[int, int], int] = {}
 
     def take(self, event: RouterEvent) -> None:
-        """Note what an event shows: the first Stored with tokens of a worker and rank counts."""
+        """Learn the look-ahead from an event: the first Stored with tokens of a worker and rank counts."""
         key, data = event.key, event.event.data
         if key in self._forms or not event.token_ids or not isinstance(data, Stored) or not data.block_hashes:
             return
         self._forms[key] = windows_of(event.token_ids, None if event.extra is None else event.extra.get(LOOKAHEAD))[1]
 
     def know(self, key: tuple[int, int], ahead: int) -> None:
-        """Note how many of the next tokens the names of a worker and rank cover, before it has published any."""
+        """Set the look-ahead of a worker and rank before its first event."""
         self._forms[key] = ahead
 
     def forget(self, worker_id: int) -> None:
-        """Forget a worker that is gone: another engine may come back under its id."""
+        """Forget a worker that is gone, because another engine may come back under its id."""
         self._forms = {key: form for key, form in self._forms.items() if key[0] != worker_id}
 
     def find(self, find: Callable[[list[int]], Any], hashes: Callable[[int], list[int]]) -> Mapping[Any, int]:
-        """Ask an index for a prompt, once for each number.
+        """Look up a prompt in an index, once for each look-ahead.
 
         Args:
             find: its `find_matches`.
-            hashes: the local hashes of the prompt, by how many of the next tokens names cover.
+            hashes: returns the local hashes of the prompt for a look-ahead.
 
         Returns:
-            Blocks by worker, or by worker and rank, as the index answers.
+            Blocks by worker, or by worker and rank, with the keys of the index.
         """
         forms = sorted({*self._forms.values()}) or [0]
         if len(forms) == 1:
@@ -224,22 +225,22 @@ def _scores(answer: Any) -> Mapping[Any, int]:
 
 
 class Candidate(NamedTuple):
-    """One worker as it is when a router picks.
+    """One worker at the moment of a pick.
 
     Attributes:
         worker: the value that `pick` returns to pick it.
-        overlap: leading full blocks of the prompt that it holds, by the events delivered so far.
+        overlap: leading full blocks of the prompt that the worker holds, by the events delivered so far.
         prefill_tokens: prompt tokens of its other requests still to compute.
         decode_blocks: blocks of its other requests.
-        new_blocks: blocks that this request would add to those.
-        active_requests: how many open requests it has.
-        waiting: how many of them wait in the engine.
+        new_blocks: blocks that this request would add to `decode_blocks`.
+        active_requests: number of its open requests.
+        waiting: number of requests that wait in the engine.
         usage: share of the engine's blocks that is in use, from 0 to 1.
-        num_blocks: how many blocks the engine has.
+        num_blocks: number of the engine's blocks.
         max_batched_tokens: most tokens that one of its passes computes; None: unlimited.
         held_blocks: all blocks that it holds, by the events delivered so far.
-        reading: with loads of engines or of their stream, the last reading of its load and its age. None: nothing was
-            ever read, so the load is unknown (not idle), or loads are those of the load book.
+        reading: with loads of engines or of their stream, the last reading of its load and its age. None: there was no
+            reading, so the load is unknown (not idle), or loads come from the load book.
     """
 
     worker: Worker

@@ -1,9 +1,9 @@
-"""Dynamo's rules by which a router picks a worker, and simple ones to compare a router with.
+"""Dynamo's rules for picking a worker, and simple routers to compare a router with.
 
-Theory of operation. The cost of a candidate is the prompt tokens to compute there, of this request and of others, in
-blocks, less a credit for cached blocks, plus the blocks in use with those that the request adds. The least cost wins;
-ties are drawn at random. A request that finds every worker busy waits in the router. (Dynamo's `kv-router`,
-1.2.1 and 1.6.1.)
+Theory of operation. The cost of a candidate, in blocks, is the prompt tokens to compute there (of this request and
+others) minus a credit for cached blocks, plus the blocks in use and those that the request adds. The least cost wins;
+ties are drawn at random. A request that finds every worker busy waits in the router. (Dynamo's `kv-router`, 1.2.1 and
+1.6.1.)
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ QueuePolicy: TypeAlias = Literal["fcfs", "lcfs", "wspt"]
 ROUTER_RELEASES: Final[Mapping[RouterSemantics, float | None]] = MappingProxyType({"1.2.1": 4.0, "1.6.1": None})
 """The supported releases, and the default threshold of the queue in each."""
 
-_UNLIMITED: Final = 10_000_000  # tokens of a pass for an engine without a limit: the original's number
-_REMEMBERED: Final = 1_000  # picks that `explain` can look back at
+_UNLIMITED: Final = 10_000_000  # tokens of a pass for an engine without a limit, as in the original
+_REMEMBERED: Final = 1_000  # number of picks that `explain` remembers
 _POLICIES: Final = ("fcfs", "lcfs", "wspt")
 
 
@@ -37,31 +37,31 @@ def _name(router: object) -> str:
 
 
 class DynamoRouter:
-    """Picks as Dynamo's KV router does; the options have its names (`KvRouterConfig`).
+    """Picks as Dynamo's KV router does; the options have Dynamo's names (`KvRouterConfig`).
 
-    The fleet shows it loads; of a request it keeps only the overlap on its arrival.
+    The loads come from the fleet; of a request the router keeps only the overlap on arrival.
 
     Args:
         semantics: the release whose rules it follows.
-        overlap_score_credit: blocks that a cached block takes off the cost of prefill.
-        overlap_score_credit_decay: how much the credit falls on workers that have more to compute than the least busy
+        overlap_score_credit: blocks that each cached block takes off the cost of prefill.
+        overlap_score_credit_decay: how fast the credit falls on workers that have more to compute than the least busy
             one (1.6.1).
         prefill_load_scale: weight of prefill compared with decode.
         decode_active_request_weight: cost that each open request adds (1.6.1).
         router_temperature: 0: the least cost wins; above 0, the worker is drawn by a softmax over the costs.
-        router_queue_threshold: a worker is busy while more than this multiple of the tokens of one pass are to
-            be computed; requests wait while all workers are busy. None: never. By default that of the release: 4, and
-            None by 1.6.1.
-        router_queue_policy: which request is next: "fcfs" the first, "lcfs" the last, "wspt" the one with the fewest
-            tokens to compute.
+        router_queue_threshold: a worker is busy while it has more than this multiple of the tokens of one pass to
+            compute; requests wait while all workers are busy. None: never. The default depends on the release: 4, and
+            None in 1.6.1.
+        router_queue_policy: the next request: "fcfs" the first, "lcfs" the last, "wspt" the one with the fewest tokens
+            to compute.
         router_track_active_blocks: False: blocks in use do not count.
         router_track_prefill_tokens: False: prefill does not count, and no worker is ever busy.
         router_assume_kv_reuse: False: shared blocks count once for each request.
         rng: random source for ties and for the temperature.
-        tie: "random", or "first": of equal costs the first candidate wins, and nothing is drawn.
+        tie: "random", or "first": among equal costs the first candidate wins, without a draw.
 
     Raises:
-        ValueError: an option out of range, or one that is unknown to the release.
+        ValueError: an option is out of range, or unknown to the release.
     """
 
     def __init__(
@@ -116,7 +116,8 @@ class DynamoRouter:
         self._rng = Random(0) if rng is None else rng  # noqa: S311 - mock data
         # The greatest overlap on arrival of each waiting request.
         self._best: dict[RouterRequest, int] = {}
-        # The worker of each open request, and the blocks of each worker; only if shared ones count for each request.
+        # The worker of each open request, and the blocks of each worker; used only if shared blocks count for each
+        # request.
         self._sent: dict[RouterRequest, Worker] = {}
         self._blocks: dict[Worker, int] = {}
         self._refused: RouterRequest | None = None  # the last request that found all workers busy
@@ -129,7 +130,7 @@ class DynamoRouter:
     # ------------------------------------------------------------------------------------------------- cost
 
     def known_overlap(self, request: RouterRequest, candidate: Candidate) -> int:
-        """Return the overlap that counts: that on the request's arrival, if it is known."""
+        """Return the overlap that counts: the one on the request's arrival, if it is known."""
         known = request.overlaps
         return candidate.overlap if known is None else known.get(candidate.worker, 0)
 
@@ -140,7 +141,7 @@ class DynamoRouter:
             request: the request.
             candidate: the worker's present state.
             least_prefill: the fewest prompt tokens to compute on any candidate, for the decay; None: those of this
-                one.
+                candidate.
         """
         size, overlap = request.block_size, self.known_overlap(request, candidate)
         decode = self._decode(request, candidate)
@@ -178,7 +179,7 @@ class DynamoRouter:
     # ------------------------------------------------------------------------------------------------- pick
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:
-        """Pick a worker for a request; None, to let it wait, if all are busy or there is none."""
+        """Pick a worker for a request; return None to let it wait if all workers are busy or there is none."""
         self._refused = None
         if all(map(self.is_busy, candidates)):
             self._refused = request
@@ -235,15 +236,16 @@ class DynamoRouter:
         return len(costs) - 1
 
     def explain(self, request: RouterRequest, candidates: Sequence[Candidate] | None = None) -> str:
-        """Return a table of the cost of each candidate, the chosen one and the ties. It draws no random number and
+        """Return a table of the cost of each candidate, with the chosen one and ties. It draws no random number and
         changes nothing.
 
         Args:
             request: the request.
-            candidates: the workers to compare; None: those of its last pick, for one of the last 1,000 requests.
+            candidates: the workers to compare; None: those of the request's last pick, if it is one of the last 1,000
+                requests.
 
         Raises:
-            ValueError: there are no candidates, and it does not remember any.
+            ValueError: no candidates are given, and none are remembered.
         """
         costs: Sequence[float] | None = None
         chosen: Worker | None = None
@@ -282,13 +284,13 @@ class DynamoRouter:
     # ------------------------------------------------------------------------------------------------- queue
 
     def next_waiting(self, requests: Sequence[RouterRequest]) -> RouterRequest | None:
-        """Return the waiting request to ask for next; None if all workers are busy."""
+        """Return the waiting request to pick for next; None if all workers are busy."""
         if (
             self._refused is not None and self._refused not in requests
         ):  # it waits in this round, as no other request would do better
             return None
         if self._policy == "lcfs":
-            return max(requests, key=attrgetter("arrival_ms"))  # of those with the same time, the first
+            return max(requests, key=attrgetter("arrival_ms"))  # the first one of equal times
         return requests[0] if self._policy == "fcfs" else min(requests, key=self._left_to_compute)
 
     def _left_to_compute(self, request: RouterRequest) -> int:
@@ -311,12 +313,12 @@ class DynamoRouter:
     def withdrawn(self, request: RouterRequest) -> None:
         """Forget a waiting request that was called off."""
         self._best.pop(request, None)
-        if self._refused is request:  # the next one may do better
+        if self._refused is request:  # the next request may find a worker
             self._refused = None
 
 
 class RoundRobin:
-    """Picks the workers in turn, whatever they hold or do."""
+    """Picks the workers in turn, regardless of load and cache."""
 
     def __init__(self) -> None:
         self._next = 0
@@ -334,7 +336,9 @@ class RoundRobin:
 
 
 class LeastLoaded:
-    """Picks the worker with the fewest prompt tokens to compute; of these the fewest blocks, then the first."""
+    """Picks the worker with the fewest prompt tokens to compute; ties go to the fewest blocks, then requests, then the
+    first.
+    """
 
     def __repr__(self) -> str:
         return _name(self)
@@ -347,18 +351,18 @@ class LeastLoaded:
 
 
 class MostCached:
-    """Picks the worker that holds most of the prompt; of these the one with the fewest open requests.
+    """Picks the worker that holds most of the prompt; ties go to the fewest open requests.
 
-    It is not a bound: it sends all requests with one prefix to one worker, at any load. In trials the time to the first
-    token was up to 20 times that of round robin, and routers that also look at loads had higher hit ratios on some
-    traces.
+    It is not a bound for other routers: it sends all requests with one prefix to one worker, at any load. In trials its
+    time to first token was up to 20 times that of round robin, and routers that also consider loads had higher hit
+    ratios on some traces.
     """
 
     def __repr__(self) -> str:
         return _name(self)
 
     def pick(self, request: RouterRequest, candidates: Sequence[Candidate]) -> Worker | None:  # noqa: ARG002 - a router's method
-        """Pick the worker that holds most; None if there is none."""
+        """Pick the worker that holds most of the prompt; None if there is no worker."""
         if not candidates:
             return None
         return max(candidates, key=lambda each: (each.overlap, -each.active_requests)).worker

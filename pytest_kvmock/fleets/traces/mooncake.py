@@ -1,11 +1,11 @@
 """A request of a trace, and a streaming reader of the Mooncake format.
 
 A trace names blocks, not tokens: one id for each `trace_block_size` tokens of a prompt. The ids are *prefix* ids: equal
-ids stand at the same place behind equal prefixes, so an id can serve as the block's local hash. That is what
-`TraceRequest.prompt` makes of it; or, for routers that hash tokens themselves, the block's tokens.
+ids have the same position after equal prefixes, so an id can serve as the block's local hash. `TraceRequest.prompt`
+uses it so; for routers that hash tokens themselves, it makes the block's tokens from the id.
 
-The last id may name a block that is only partly filled. In the real traces such an id never names a full block too: the
-next turn of the conversation, which fills the block, has another id in its place. `synthetic_trace` does the same.
+The last id may name a partial block. In the real traces such an id never also names a full block: the next turn of the
+conversation fills the block and gives it another id. `synthetic_trace` does the same.
 """
 
 from __future__ import annotations
@@ -37,14 +37,12 @@ class TraceRequest:
         input_length: length of the prompt in tokens.
         output_length: tokens to generate.
         hash_ids: one prefix id (u64) for each block of the prompt; the last block may be partial.
-        session_id: the conversation that this is a turn of, in the order of the trace; None for a request that is a
-            session of its own (Dynamo calls it `request_<n>`).
-        delay: milliseconds between the end of the session's turn before and this one; None if the trace leaves it to
-            the timestamps.
-        with_tokens: whether `prompt` makes tokens where its `tokens` is not given; `kv_trace` sets it by
-            `kvmock(trace_tokens=...)`.
-        priority: larger is served first by a fleet, where its engines have priorities; a trace without it has 0.
-        block_size: tokens for each id, as reader or generator was told; `prompt` takes it where it is given none.
+        session_id: the conversation that this request is a turn of, in the order of the trace; None for a request that
+            is a separate session (Dynamo calls it `request_<n>`).
+        delay: milliseconds between the end of the session's previous turn and this one; None if only timestamps say it.
+        with_tokens: whether `prompt` makes tokens by default; `kv_trace` sets it by `kvmock(trace_tokens=...)`.
+        priority: larger is served first, if the engines have priorities; 0 if the trace has none.
+        block_size: tokens for each id, from the reader or generator; the default of `prompt`.
     """
 
     timestamp: float | None
@@ -64,21 +62,21 @@ class TraceRequest:
         whole_blocks: bool = False,
         tokens: bool | None = None,
     ) -> Prompt:
-        """Return the request's prompt: hashes and no tokens, each id the local hash of a block; or tokens.
+        """Return the request's prompt: hashes only, with each id as the local hash of a block, or tokens.
 
         Args:
-            trace_block_size: tokens for each id; None: `block_size`. It is also the block size that a prompt of hashes
-                has for a worker, unless `whole_blocks`.
-            whole_blocks: count the last block as full, whatever `input_length` is. Every id is then one block of
-                any size, as in the recorded runs of the real managers; the length in tokens is left open. With `tokens`
-                it is a block of `trace_block_size`.
-            tokens: make tokens, for an index that hashes them itself: each id's low 32 bits, `trace_block_size` times,
-                cut at `input_length` (Dynamo's loader). Block hashes are then computed from the tokens, at any block
-                size. None: as `with_tokens` says.
+            trace_block_size: tokens for each id; None: `block_size`. A prompt of hashes also has this block size for a
+                worker, unless `whole_blocks`.
+            whole_blocks: count the last block as full, whatever `input_length` is. Every id is then one block of any
+                size, as in the recorded runs of the real managers, and the length in tokens is unknown. With `tokens`,
+                every id is a block of `trace_block_size`.
+            tokens: make tokens, for an index that hashes them itself: the low 32 bits of each id, `trace_block_size`
+                times, cut at `input_length` (Dynamo's loader). Block hashes are then computed from the tokens, at any
+                block size. None: as `with_tokens` says.
 
         Raises:
             TypeError: the block size is not an integer.
-            ValueError: the block size is below 1, or there is not one id for each `trace_block_size` tokens.
+            ValueError: the block size is below 1, or the number of ids does not fit `input_length`.
         """
         if trace_block_size is None:
             trace_block_size = self.block_size
@@ -103,12 +101,12 @@ class TraceRequest:
 
 
 class Row(NamedTuple):
-    """The block sizes that a row of a trace allows.
+    """One row of a trace, and the block sizes that fit it.
 
     Attributes:
-        name: what messages call it.
+        name: the row's name in messages.
         tokens: length of its prompt.
-        ids: how many it has.
+        ids: number of its ids.
     """
 
     name: str
@@ -122,14 +120,14 @@ class Row(NamedTuple):
 
     @property
     def most(self) -> float:
-        """The largest such block size; less than `least` if there is none."""
+        """The largest block size that fits; less than `least` if none does."""
         if self.ids > 1:
             return (self.tokens - 1) // (self.ids - 1)
         return math.inf if min(1, self.tokens) == self.ids else 0
 
     @property
     def fits_none(self) -> bool:
-        """Whether no size fits: the row is wrong by itself."""
+        """Whether no size fits, so that the row itself is wrong."""
         return self.least > self.most
 
     def disagrees(self, other: Row) -> bool:
@@ -143,7 +141,7 @@ class Row(NamedTuple):
 
 
 def disagreement(row: Row, other: Row) -> str:
-    """Report that no block size fits both of two rows."""
+    """Return the message that no block size fits both rows."""
     return f"a trace has one block size, and {row} and {other} disagree about it"
 
 
@@ -151,12 +149,12 @@ def disagreement(row: Row, other: Row) -> str:
 
 
 class TraceError(KvMockError, ValueError):
-    """A line of a trace that cannot be used, or a trace without any.
+    """A line of a trace that cannot be used, or a trace without a request.
 
     Attributes:
         source: name of the file, or `<lines>`.
-        line: number of the line, from 1; None if the whole trace is meant.
-        field: name of the field; None if the whole line is meant.
+        line: number of the line, from 1; None for the trace as a whole.
+        field: name of the field; None for the line as a whole.
     """
 
     def __init__(self, source: str, line: int | None, field: str | None, problem: str) -> None:
@@ -179,12 +177,12 @@ def read_mooncake(
 ) -> Iterator[TraceRequest]:
     """Read a trace in the Mooncake format: one JSON object a line; blank lines and unknown fields are ignored.
 
-    Lines are read as they are asked for, and none is kept; only the names of sessions are, where a trace has them. The
-    rules are those of Dynamo's loader, and one of the published traces: there is one id for each block of the input.
+    Lines are read lazily and not kept; only the names of sessions are. The rules are those of Dynamo's loader, plus one
+    from the published traces: there is one id for each block of the input.
 
     Args:
-        path_or_lines: name of the file, which is UTF-8 (a string is a name, never a line); or its lines.
-        limit: how many requests to read, at least 1; what comes after them is never looked at. None for all.
+        path_or_lines: name of the UTF-8 file (a string is a name, never a line), or its lines.
+        limit: how many requests to read, at least 1; later lines are never read. None for all.
         trace_block_size: tokens for each hash id.
 
     Yields:
@@ -192,7 +190,7 @@ def read_mooncake(
 
     Raises:
         OSError: the file cannot be opened, on the first request.
-        TraceError: a line breaks a rule, or there is no request at all; when its turn comes, not before.
+        TraceError: a line breaks a rule, or there is no request at all; raised when that line is read.
         TypeError: `limit` or `trace_block_size` is not an integer.
         ValueError: `limit` or `trace_block_size` is below 1.
     """
@@ -205,7 +203,7 @@ def read_mooncake(
 
 
 def _read_file(path: Path, limit: int | None, trace_block_size: int) -> Iterator[TraceRequest]:
-    with path.open("rb") as lines:  # as bytes, so that a line that is not UTF-8 has a number too
+    with path.open("rb") as lines:  # as bytes, to report the number of a line that is not UTF-8
         yield from _read(lines, str(path), limit, trace_block_size)
 
 
@@ -214,7 +212,7 @@ def _read(
 ) -> Iterator[TraceRequest]:
     sessions: set[str] = set()
     count = 0
-    longest = Row("", 0, 0)  # of the lines so far; it says the most about the block size
+    longest = Row("", 0, 0)  # of the lines so far; it limits the block size the most
     for number, line in enumerate(lines, 1):
         if isinstance(line, (str, bytes)) and not line.strip():
             continue
@@ -230,7 +228,7 @@ def _read(
 
 
 class _Line:
-    """One line of a trace, and what is wrong with it."""
+    """One line of a trace, with its checks."""
 
     __slots__ = ("_fields", "_number", "_source")
 
@@ -286,7 +284,7 @@ class _Line:
         priority = self._fields.get("priority")
         if priority is None:
             priority = 0
-        if type(priority) is not int:  # a bool is none
+        if type(priority) is not int:  # refuses a bool
             self._wrong(f"an integer is expected (larger is served first), got {_shown(priority)}", "priority")
         return TraceRequest(
             timestamp, input_length, output_length, hash_ids, session_id, delay,
@@ -301,7 +299,7 @@ class _Line:
 
     def _length(self, field: str) -> int:
         value = self._required(field)
-        if type(value) is not int or value < 0:  # a bool is not a length
+        if type(value) is not int or value < 0:  # refuses a bool
             self._wrong(f"{integer_text(0)} (tokens) is expected, got {_shown(value)}", field)
         return value
 
@@ -310,10 +308,10 @@ class _Line:
         if value is None:
             return None
         number = -1.0
-        if type(value) in (int, float):  # a bool is no time
+        if type(value) in (int, float):  # refuses a bool
             with suppress(OverflowError):
                 number = float(value)
-        if not 0 <= number < math.inf:  # nor is NaN
+        if not 0 <= number < math.inf:  # refuses NaN too
             self._wrong(f"a finite number of at least 0 (milliseconds) is expected, got {_shown(value)}", field)
         return number
 
@@ -347,7 +345,7 @@ def _cut(text: str) -> str:
 
 
 def _shown(value: object) -> str:
-    """Show a value as JSON would, cut short, with the type where the value alone does not show it."""
+    """Return a value as shortened JSON, or its type if JSON cannot show it."""
     try:
         text = json.dumps(value)
     except (TypeError, ValueError, RecursionError):

@@ -18,7 +18,7 @@ Range: TypeAlias = tuple[int, int]
 
 
 Arrival: TypeAlias = Literal["uniform", "poisson"]
-"""How sessions begin: after times from 0 to twice the mean, or as a Poisson process."""
+"""How sessions begin: at intervals from 0 to twice the mean, or as a Poisson process."""
 
 ARRIVALS: Final = ("uniform", "poisson")
 
@@ -38,43 +38,43 @@ def synthetic_trace(
     interval_ms: int = 1_000,
     delay_ms: Range = (1_000, 30_000),
 ) -> Iterator[TraceRequest]:
-    """Make up a trace of the Mooncake form: conversations of several turns, which begin with one of a few prefixes.
+    """Generate a trace of the Mooncake form: conversations of several turns that begin with one of a few prefixes.
 
-    Each session begins with the prefix of its group (a system prompt, say). A turn's prompt is all that came before in
-    the session, outputs included, and the new input. Sessions overlap; the trace is in the order of arrival.
+    Each session begins with the prefix of its group (a system prompt, say). A turn's prompt is the session so far,
+    outputs included, plus the new input. Sessions overlap; the trace is in the order of arrival.
 
     As in the published traces, an id has exactly one parent and one place, ids are dense from 0 in the order of their
-    first appearance, and timestamps never go back. With the defaults about half of all block
-    references name a block that an earlier request had, and a prompt has 4,900 tokens or 10 ids on average.
+    first appearance, and timestamps never go back. With the defaults, about half of all block references name a block
+    of an earlier request, and a prompt has 4,900 tokens or 10 ids on average.
 
-    The same arguments give the same trace on any Python and platform: all is drawn from `Random(seed).random()`, the
-    one method whose sequence Python guarantees. Memory grows with the sessions that are open, not with the trace.
+    The same arguments give the same trace on any Python and platform: all draws use `Random(seed).random()`, the only
+    method whose sequence Python guarantees. Memory grows with the open sessions, not with the trace.
 
     Args:
-        requests: how many requests, at least 1. More of them continue the same trace. None: all of the `sessions`.
+        requests: number of requests, at least 1. A larger number continues the same trace. None: all of the `sessions`.
         seed: of the generator, from 0.
         block_size: tokens for each hash id.
-        sessions: how many sessions begin, at least 1; the trace ends with the last turn of them. None: as many as
-            `requests` ask for.
+        sessions: number of sessions, at least 1; the trace ends with their last turn. None: as many as `requests`
+            needs.
         arrival: how sessions begin.
         groups: number of shared prefixes. The first ones are the most popular: half of the sessions take one of the
             first quarter.
-        prefix_blocks: blocks in a group's prefix, drawn once a group; (0, 0) for no shared prefix.
+        prefix_blocks: blocks in a group's prefix, drawn once for each group; (0, 0) for no shared prefix.
         turns: turns of a session, at least 1.
         input_tokens: new tokens that a turn adds to its prompt, at least 1.
         output_tokens: tokens that a turn generates.
-        interval_ms: mean time from the start of one session to the next, milliseconds. What a Poisson process draws is
-            rounded to them.
-        delay_ms: time from a turn to the next one of its session, milliseconds. Generation counts as instant: the
-            timestamp of a later turn is that of the one before, plus its delay.
+        interval_ms: mean time from the start of one session to the next, in milliseconds. Draws of a Poisson process
+            are rounded to milliseconds.
+        delay_ms: time from a turn to the next one of its session, in milliseconds. Generation counts as instant: the
+            timestamp of a later turn is that of the previous turn plus its delay.
 
     Returns:
         An iterator over the requests.
 
     Raises:
-        TypeError: an argument is not an integer, or not a pair of them.
+        TypeError: an argument is not an integer or a pair of integers.
         ValueError: an argument is too small, or the first of a pair larger than the second; neither requests nor
-            sessions are given, or there is no such `arrival`.
+            sessions are given, or `arrival` is unknown.
     """
     if requests is None and sessions is None:
         raise ValueError("synthetic_trace takes requests, sessions=, or both, got neither")
@@ -105,17 +105,17 @@ _TURNS: Final = 3
 _INPUT_TOKENS: Final = 4_000
 _OUTPUT_TOKENS: Final = 600
 _LONGEST_PROMPT: Final = _PREFIX_TOKENS + _TURNS * _INPUT_TOKENS + (_TURNS - 1) * _OUTPUT_TOKENS
-"""Tokens of the longest prompt that `synthetic_trace` makes by its defaults."""
+"""Tokens of the longest prompt that `synthetic_trace` makes with its defaults."""
 
 
 def fitting_trace(requests: int, most_tokens: int, *, seed: int = 0, block_size: int) -> Iterator[TraceRequest]:
-    """Make up a trace like that of `synthetic_trace`, with no prompt of more than `most_tokens`.
+    """Generate a trace like that of `synthetic_trace`, with no prompt of more than `most_tokens`.
 
-    Where its own prompts fit, and blocks have 512 tokens, it is the same trace. Where they do not, prompts, outputs and
-    the times between them shrink together, so that as many requests overlap.
+    If the default prompts fit and blocks have 512 tokens, it is the same trace. Otherwise prompts, outputs and the
+    times between them shrink together, so that the same number of requests overlap.
 
     Args:
-        requests: how many to make.
+        requests: number of requests.
         most_tokens: the most tokens of a prompt, at least 1.
         seed: of the generator, from 0.
         block_size: tokens for each hash id.
@@ -145,7 +145,7 @@ def fitting_trace(requests: int, most_tokens: int, *, seed: int = 0, block_size:
 @dataclass(slots=True)
 class _Session:
     name: str
-    blocks: list[int]  # ids of the complete blocks so far that a request has named
+    blocks: list[int]  # ids of the full blocks that a request has named so far
     length: int  # tokens so far: prefix, inputs and outputs
     turns_left: int
     delay: int | None = None

@@ -1,4 +1,4 @@
-"""Pages that people look at: plain data in, one HTML file out that needs no network, no server and no build."""
+"""HTML pages from plain data: one file each, without network, server or build."""
 
 from __future__ import annotations
 

@@ -12,7 +12,8 @@ const state = { worker: "", session: "", outcome: "", row: null };
 let END = 1;
 for (let row = 0; row < COUNT; row++) END = Math.max(END, ends(row));
 const START = COUNT ? REQ.arrival_ms.reduce((a, b) => Math.min(a, b)) : 0;
-// Axes of time go to the last arrival: one long answer would make everything before it narrow. The timeline goes on to the end.
+// Time axes end at the last arrival, because one long answer would compress everything before it. The timeline runs to
+// the end.
 const LAST = COUNT ? Math.max(START + 1, REQ.arrival_ms.reduce((a, b) => Math.max(a, b))) : 1;
 
 // ---------------------------------------------------------------------------------------------------- findings
@@ -24,7 +25,7 @@ function greatest(name) {
   return rows.length ? rows.reduce((a, b) => (b[name] > a[name] ? b : a)) : null;
 }
 
-// When a worker had most work beyond the mean of all: of stretches of an eighth of the time the one with most tokens computed.
+// When a worker had the most work above the mean: the eighth of the time with the most tokens computed.
 function hottest(name) {
   const of = DATA.workers.indexOf(name), beyond = Array(PARTS).fill(0), wide = PARTS / 8;
   for (let row = 0; row < COUNT; row++) {
@@ -89,7 +90,7 @@ const PARTS = 120;
 const partOf = (ms) => Math.max(0, Math.min(PARTS - 1, Math.floor((ms - START) / (LAST - START) * PARTS)));
 const middleOf = (part) => START + (part + 0.5) / PARTS * (LAST - START);
 
-// Share of the prompts' tokens that was found cached, by stretches of time.
+// Cached share of the prompts' tokens, by interval.
 function hitRatios() {
   const found = DATA.workers.map(() => Array.from({ length: PARTS }, () => [0, 0]));
   for (let row = 0; row < COUNT; row++) {
@@ -101,7 +102,7 @@ function hitRatios() {
   return found.map((parts) => parts.map(([cached, prompts]) => (prompts ? cached / prompts : null)));
 }
 
-// The greatest value of each stretch of time; one without a pass has what the pass before it left.
+// The greatest value of each interval; an interval without a pass keeps the value of the previous pass.
 function greatestOf(name) {
   return DATA.samples.map((of, worker) => {
     const [since, until] = DATA.there[worker].map(partOf);
@@ -117,7 +118,7 @@ function greatestOf(name) {
   });
 }
 
-// Bands show who is busy when; lines show how much. Both have the same values.
+// Bands show which worker is busy when; lines show how busy. Both have the same values.
 function overTimeChart(title, values, y, most) {
   const faint = (worker) => shownWorker() !== null && shownWorker() !== worker;
   const strips = bands({ title, marks, x0: START, x1: LAST, y, most, rows: () => DATA.workers.map((name, worker) => ({ name, cells: values[worker], faint: faint(worker) })) });
@@ -133,7 +134,8 @@ function overTimeChart(title, values, y, most) {
   return el("div", {}, strips, lines);
 }
 
-// Arrivals, output tokens and the router's queue of the whole fleet, by stretches of time. Of a thinned timeline each request stands for several.
+// Arrivals, output tokens and the router's queue of the fleet, by interval. In a thinned timeline, each request stands
+// for several.
 function wholeOverTime() {
   const each = COUNT ? (all.requests || COUNT) / COUNT : 1, seconds = (LAST - START) / PARTS / 1000;
   const arrivals = Array(PARTS).fill(0), tokens = Array(PARTS).fill(0), queue = Array(PARTS).fill(0), steps = [];
@@ -142,7 +144,7 @@ function wholeOverTime() {
     arrivals[partOf(came)] += each / seconds;
     steps.push([came, each], [came + (at("router_ms", row) || 0), -each]);
     if (first === null) continue;
-    // Tokens come evenly from the first to the last.
+    // Tokens are spread evenly from the first to the last.
     const from = came + first, until = from + (at("decode_ms", row) || 0), rate = each * at("output_tokens", row) / seconds;
     if (from > LAST) continue;
     for (let part = partOf(from); part <= partOf(until); part++) {
@@ -234,7 +236,7 @@ function latencies() {
 const SHARES = [["p50", 0.5], ["p95", 0.95], ["p99", 0.99]];
 const logarithm = (ms) => Math.log10(Math.max(ms, 0.1));
 
-// A range with room beside the values.
+// A range with a margin around the values.
 function around(values) {
   const low = Math.min(...values), high = Math.max(...values), room = Math.max((high - low) * 0.25, high * 0.1, 1);
   return [Math.max(0, low - room), high + room];
@@ -254,11 +256,11 @@ function quantile(curve, share) {
 
 // --------------------------------------------------------------------------------------------------- timeline
 
-const LANES = []; // of each row: its lane within its worker
+const LANES = []; // for each row, its lane within its worker
 const view = { from: 0, to: 1 };
 let rows = [], groups = [], hits = [];
 
-// Rows that are shown, and a lane for each: the first lane of its worker that is free when it arrives.
+// The shown rows, each with a lane: the first lane of its worker that is free at its arrival.
 function arrange() {
   rows = [];
   for (let row = 0; row < COUNT; row++) {
@@ -308,7 +310,7 @@ function drawTimeline() {
   pen.save();
   pen.beginPath(); pen.rect(left, 0, width, room); pen.clip();
   hits = [];
-  // By colour: changing it costs more than a rectangle.
+  // By colour, because a change of colour costs more than a rectangle.
   const boxes = paints.map(() => []), stops = [];
   for (const row of rows) {
     let ms = at("arrival_ms", row);
@@ -339,7 +341,7 @@ function drawTimeline() {
     if (mark.ms < view.from || mark.ms > view.to) continue;
     pen.strokeStyle = ink("bad"); pen.setLineDash([5, 3]);
     pen.beginPath(); pen.moveTo(px(mark.ms), 0); pen.lineTo(px(mark.ms), room); pen.stroke(); pen.setLineDash([]);
-    // Texts that would cover each other stand below each other, and of more than four there is the line alone.
+    // Overlapping texts are stacked; beyond four, only the line is drawn.
     level = px(mark.ms) - lastMark < 9 * unit ? level + 1 : 0;
     lastMark = px(mark.ms);
     if (level < 4) {
@@ -447,7 +449,7 @@ function filtered() {
   refresh();
 }
 
-// The requests of most regret, and the slowest: what is to be looked at first.
+// The requests with the most regret and the slowest ones, to look at first.
 function showWorst() {
   const list = (title, key) => {
     const found = rows.filter((row) => key(row) > 0).sort((a, b) => key(b) - key(a)).slice(0, 8);

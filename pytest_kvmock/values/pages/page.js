@@ -1,5 +1,5 @@
 "use strict";
-// What all pages share. Texts of the data become text nodes, never markup.
+// Common code of all pages. Texts of the data become text nodes, never markup.
 
 const DATA = JSON.parse(document.getElementById("data").textContent);
 const PAGE = document.getElementById("page");
@@ -100,7 +100,7 @@ function ticks(low, high, most) {
 }
 
 // {title, label, series: () => [{name, at, points, dots, bars}], x, y: formats, marks: () => [{ms, kind}], maxY,
-// guides: [{x or y, text, kind}]: lines at a value, "bad" where it is a limit}
+// guides: [{x or y, text, kind}]: lines at a value, "bad" for a limit}
 function chart(options) {
   const canvas = el("canvas", { role: "img", "aria-label": options.title, tabindex: "0" });
   const readout = el("output", {}, options.hint || "");
@@ -181,7 +181,7 @@ function chart(options) {
       pen.setLineDash([]);
       pen.textBaseline = across ? "bottom" : "top";
       const wide = pen.measureText(guide.text).width + 4;
-      // Texts of lines that are near each other stand above each other, at the bottom, where a distribution leaves room.
+      // Texts of close lines are stacked at the bottom, where a distribution leaves room.
       const x = across ? left + 4 : at + 4 + wide > width - right ? at - wide : at + 4, y = across ? at - 2 : height - bottom - 1.1 * (i + 1) * unit;
       pen.fillStyle = ink("back");
       pen.fillRect(x - 2, across ? y - unit : y, wide, unit);
@@ -207,7 +207,8 @@ function chart(options) {
   return host;
 }
 
-// A strip a row, darker where there is more: {title, rows: () => [{name, cells}], x0, x1, y, marks}; cells are null where nothing is known.
+// One strip per row, darker for greater values: {title, rows: () => [{name, cells}], x0, x1, y, marks}; unknown cells
+// are null.
 function bands(options) {
   const canvas = el("canvas", { role: "img", "aria-label": options.title, tabindex: "0" });
   const readout = el("output", {}, options.hint || "");
@@ -278,7 +279,7 @@ function copyButton(text, what) {
       await navigator.clipboard.writeText(text);
       status.textContent = " copied";
     } catch {
-      // A page from disk may have no clipboard: an element is selected and copied instead.
+      // A page from disk may have no clipboard API, so an element is selected and copied instead.
       const area = el("textarea", { "aria-label": what }, text);
       document.body.append(area);
       area.select();

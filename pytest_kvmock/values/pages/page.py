@@ -1,8 +1,8 @@
-"""One page: its data as JSON, and the style and script that show it, all in one file.
+"""One HTML page: its data as JSON, with the style and script that show it, in one file.
 
-Theory of operation. The data of a page is plain (mappings, sequences, strings, numbers, None), so that others can read
-it: it stands in the page as `<script type="application/json" id="data">`. The script makes every text that it shows a
-text node, so that markup in a name stays text. A policy in the head forbids the page to load anything.
+Theory of operation. The data of a page is plain (mappings, sequences, strings, numbers, None), so that other programs
+can read it: it is in the page as `<script type="application/json" id="data">`. The script shows every text as a text
+node, so that markup in a name stays text. A policy in the head forbids the page to load anything.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Any, Final, Literal, TypeVar
 
 MOST_POINTS: Final = 2_000
-"""Points of one worker in a chart; of more, those stay that stand out."""
+"""Maximum points of one worker in a chart; of more, the peaks are kept."""
 
 MOST_REQUESTS: Final = 20_000
-"""Most requests in a timeline; of more, requests at even distances are kept."""
+"""Maximum requests in a timeline; of more, requests at even distances are kept."""
 
 _POLICY: Final = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 _PAGE: Final = """<!doctype html>
@@ -59,13 +59,13 @@ def render(kind: Literal["fleet", "test"], title: str, data: Mapping[str, Any]) 
     """Return a page as HTML.
 
     Args:
-        kind: its subject; a test may have a fleet too, whose data is under "fleet".
+        kind: its subject; a test may also have a fleet, whose data is under "fleet".
         title: its heading, any text.
         data: its contents, as plain JSON values.
 
     Raises:
-        TypeError: the data has what JSON has not.
-        ValueError: it has a number that is not finite.
+        TypeError: the data has a value that JSON cannot hold.
+        ValueError: the data has a number that is not finite.
     """
     home = files(__package__)
     scripts = ("page.js", "fleet.js", "test.js") if kind == "test" else ("page.js", "fleet.js")
@@ -95,7 +95,7 @@ def every(items: Sequence[T], most: int) -> list[T]:
 
 
 def peaks(items: Sequence[T], most: int, key: Callable[[T], Any]) -> list[T]:
-    """Return the greatest item of each stretch by a key, at most `most` in all."""
+    """Return the greatest item, by a key, of each of at most `most` equal parts."""
     count = len(items)
     if count <= most:
         return list(items)

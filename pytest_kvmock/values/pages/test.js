@@ -10,7 +10,7 @@ const workers = [...new Set(EVENTS.map((event) => event.worker))].sort((a, b) =>
 let here = Math.max(0, Math.min(EVENTS.length - 1, DATA.opens - FIRST));
 let everything = false;
 
-// What each book holds after an event, or before the first that is stepped through; null outside of the steps.
+// The content of each book after an event, or before the first step; null outside the steps.
 function held(position) {
   if (!STATES || position < STATES.first - 1 || position >= STATES.first + STATES.steps.length) return null;
   const books = Object.fromEntries(STATES.books.map((book) => [book, new Set(STATES.base[book])]));
@@ -29,7 +29,7 @@ function held(position) {
 const step = (position) => (STATES ? STATES.steps[position - STATES.first] : undefined);
 const same = (a, b) => a.size === b.size && [...a].every((each) => b.has(each));
 
-// The first event after which index and reference part; -1: they had parted before the first that is stepped through.
+// The first event after which index and reference differ; -1: they differed before the first step.
 function partsAt() {
   if (!STATES) return null;
   const books = Object.fromEntries(STATES.books.map((book) => [book, new Set(STATES.base[book])]));
@@ -182,7 +182,7 @@ function showState() {
       const parent = STATES.parents[STATES.held[each][2]], up = parent === null ? undefined : byName.get(parent);
       if (up === undefined || up === each) roots.push(each); else if (children.has(up)) children.get(up).push(each); else children.set(up, [each]);
     }
-    // A chain runs until it forks; a fork begins a line of its own.
+    // A chain runs until it forks; each fork begins a new line.
     const chains = [], seen = new Set(), pending = roots.map((root) => [root, 0]);
     const walk = () => { while (pending.length) {
       let [each, depth] = pending.shift();
@@ -196,7 +196,7 @@ function showState() {
       if (chain.blocks.length) chains.push(chain);
     } };
     walk();
-    for (const each of of) if (!seen.has(each)) { pending.push([each, 0]); walk(); } // in a circle
+    for (const each of of) if (!seen.has(each)) { pending.push([each, 0]); walk(); } // for cycles
     const wanted = everything ? chains : chains.filter((chain) => chain.blocks.some(notable));
     const hidden = chains.length - wanted.length;
     const chip = (each) => {

@@ -1,3 +1,3 @@
-"""A program of requests: operations as values (`operations.py`), done on a harness (`interpreter.py`), and as Python
-(`python.py`).
+"""Programs of requests: operations as values (`operations.py`), run on a harness (`interpreter.py`), and written as
+Python (`python.py`).
 """

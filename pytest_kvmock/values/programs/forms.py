@@ -1,6 +1,4 @@
-"""What all operations share: a value that does itself, is written as Python and in a scenario file, and is made
-simpler.
-"""
+"""The base of all operations: values that can run, be written as Python and in a scenario file, and be simplified."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from pytest_kvmock.values.prompt_keys import PromptKeys
 from pytest_kvmock.values.tokens import Prompt
 
 Name: TypeAlias = str | int
-"""What a program calls a request; requests that a harness records are numbered from 1."""
+"""A program's name of a request; requests that a harness records are numbered from 1."""
 
 Argument: TypeAlias = Literal[
     "prompt",
@@ -33,12 +31,12 @@ Argument: TypeAlias = Literal[
     "ms",
     "ms or null",
 ]
-"""What an argument of a scenario file may be; `contrib.scenarios.fields.ARGUMENTS` reads it."""
+"""The type of an argument in a scenario file; `contrib.scenarios.fields.ARGUMENTS` reads it."""
 
 
 class Harness(Protocol):
-    """What a program needs of the harness it is played on (`harness.RouterHarness`), in addition to the methods it
-    calls by name.
+    """The interface that a program needs from its harness (`harness.RouterHarness`), in addition to methods called by
+    name.
     """
 
     @property
@@ -50,19 +48,19 @@ class Harness(Protocol):
 
 
 class Doer:
-    """Does operations on the workers of a harness, and on requests by their names.
+    """Runs operations on the workers of a harness, and on requests by name.
 
     Args:
         harness: the harness of the workers.
-        make_prompt: makes the prompt of a `Prefill` or `Serve` for a block size. By default each is made on every
-            play; code that plays a program many times keeps them, since a prompt keeps its hashes.
-        by_tokens: the index under test is asked by tokens: a `ServeNear` has such prompts.
+        make_prompt: makes the prompt of a `Prefill` or `Serve` for a block size. By default every run makes a new one;
+            code that runs a program many times keeps them, because a prompt caches its hashes.
+        by_tokens: whether the index under test is queried by tokens; then the prompts of `ServeNear` have tokens.
 
     Attributes:
         harness: as given.
         by_tokens: as given.
-        requests: the requests that were admitted, by the names that their `Prefill` gave them.
-        submitted: the requests that engines were given, by the names that their `Submit` gave them.
+        requests: the admitted requests, by the names in their `Prefill`.
+        submitted: the requests submitted to engines, by the names in their `Submit`.
     """
 
     def __init__(
@@ -80,38 +78,38 @@ class Doer:
 
     @property
     def block_size(self) -> int:
-        """Tokens a block of its workers."""
+        """Tokens per block of the workers."""
         size: int = self.harness.profile.block_size
         return size
 
     def prompt(self, step: WithPrompt) -> Prompt:
-        """The prompt of an operation."""
+        """Return the prompt of an operation."""
         return self._make_prompt(step, self.block_size)
 
     def do(self, step: Operation) -> Any:
-        """Do one operation, and return its answer."""
+        """Run one operation and return its answer."""
         return step.do(self)
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Operation:
-    """What all operations share; its repr leaves out each field that has its default.
+    """Base of all operations; the repr leaves out fields with their default.
 
     Attributes:
-        kind: the method that does it, of a worker, an engine, a request or a harness; in a scenario file, the step.
+        kind: the method of a worker, engine, request or harness that runs it; in a scenario file, the step.
     """
 
-    # What follows is for authors of operations. It has comments and no docstrings, as the site shows those of each
-    # operation.
+    # The rest is for authors of operations. It has comments instead of docstrings, because the site shows the
+    # docstrings of each operation.
 
     kind: ClassVar[str]
-    by_place: ClassVar[tuple[str, ...]] = ()  # the fields that this method is called with
-    by_name: ClassVar[tuple[str, ...]] = ()  # those that it is called with by name, where they are not as by default
-    takes: ClassVar[Mapping[str, Argument] | None] = None  # the arguments of the step, in order; None: no file has it
-    needs: ClassVar[tuple[str, ...]] = ()  # those that must be there
-    one_of: ClassVar[tuple[str, ...]] = ()  # those of which exactly one must be there
-    short: ClassVar[str] = ""  # the one that may stand alone
-    amount: ClassVar[str] = ""  # the field that can be less
+    by_place: ClassVar[tuple[str, ...]] = ()  # the fields passed to this method by position
+    by_name: ClassVar[tuple[str, ...]] = ()  # the fields passed by name if they differ from their default
+    takes: ClassVar[Mapping[str, Argument] | None] = None  # the arguments of the step, in order; None: not for files
+    needs: ClassVar[tuple[str, ...]] = ()  # required arguments
+    one_of: ClassVar[tuple[str, ...]] = ()  # exactly one of these is required
+    short: ClassVar[str] = ""  # the argument that may stand alone
+    amount: ClassVar[str] = ""  # the field that can be reduced
     optional: ClassVar[tuple[str, ...]] = ()  # the fields that can be left out
 
     def __repr__(self) -> str:
@@ -123,7 +121,7 @@ class Operation:
     def default(cls, name: str) -> Any:
         return cls.__dataclass_fields__[name].default
 
-    # The fields that are not as by default, by name.
+    # The fields that differ from their default, by name.
     @property
     def changed(self) -> dict[str, Any]:
         fields = dataclasses.fields(self)
@@ -131,60 +129,60 @@ class Operation:
 
     # ---------------------------------------------------------------------------------------------- to be done
 
-    # Whose method does it.
+    # The owner of the method.
     def owner(self, doer: Doer) -> Any:
         return doer.harness
 
-    # What that method is called with: arguments by place, and by name.
+    # The arguments of that method: by position, and by name.
     @property
     def given(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         by_name = {name: value for name in self.by_name if (value := getattr(self, name)) != self.default(name)}
         return tuple([getattr(self, name) for name in self.by_place]), by_name
 
-    # Call that method, with these arguments before its own.
+    # Call that method, with these arguments first.
     def call(self, doer: Doer, *first: object) -> Any:
         given, named = self.given
         return getattr(self.owner(doer), self.kind)(*first, *given, **named)
 
-    # Do it.
+    # Run the operation.
     #
     # Returns:
-    #     Of a Prefill, Resume or Serve, how many tokens of the prompt were cached; of a RunPasses or Run, how many
-    #     passes there were; of a Clear, whether it was done; else None.
+    # For a Prefill, Resume or Serve, the number of cached prompt tokens; for a RunPasses or Run, the number of passes;
+    # for a Clear, whether it was done; else None.
     #
     # Raises:
-    #     KeyError: it is about a request that was not admitted, or not submitted.
+    # KeyError: its request was not admitted or not submitted.
     #     Exception: whatever the worker, the request or the harness raises.
     def do(self, doer: Doer) -> Any:
         self.call(doer)
 
-    # Whether it can be done now, apart from refusals when room is short.
+    # Whether it can run now, ignoring refusals for lack of room.
     def fits(self, doer: Doer) -> bool:
         return True
 
     # ------------------------------------------------------------------------------------------ to be written
 
-    # Whose method does it, as Python that has a harness `kv`.
+    # The owner of the method, as Python source with a harness `kv`.
     @property
     def owner_text(self) -> str:
         return "kv"
 
-    # The call of that method, with these arguments before its own.
+    # The call of that method, with these arguments first.
     def call_text(self, *first: str) -> str:
         given, named = self.given
         own = (token_list(value) if isinstance(value, tuple) else literal(value) for value in given)
         by_name = (f"{name}={literal(value)}" for name, value in named.items())
         return f"{self.owner_text}.{self.kind}({', '.join([*first, *own, *by_name])})"
 
-    # The lines that do it on a harness `kv`.
+    # The lines that run it on a harness `kv`.
     #
     # Args:
-    #     block_size: tokens a block, for its prompt.
-    #     named: whether a request that it begins is needed later.
+    #     block_size: tokens per block, for its prompt.
+    # named: whether its request is needed later.
     def python(self, block_size: int, *, named: bool) -> Iterator[str]:
         yield self.call_text()
 
-    # The step of a scenario file that does it.
+    # The step of a scenario file that runs it.
     #
     # Raises:
     #     ValueError: no file has such a step.
@@ -202,11 +200,11 @@ class Operation:
                 written[name] = [value, rank] if rank else value
         return {self.kind: written[self.short] if len(self.takes) == 1 else written}
 
-    # The operation that a step of a scenario file asks for.
+    # Return the operation of a step in a scenario file.
     #
     # Args:
-    #     given: the arguments of the step, as `takes` has them: numbers as ranges, a worker with its rank.
-    #     block_size: tokens a block.
+    # given: the arguments of the step, as in `takes`: numbers as ranges, a worker with its rank.
+    #     block_size: tokens per block.
     @classmethod
     def from_yaml(cls, given: Mapping[str, Any], block_size: int) -> Self:
         fields = dict(given)
@@ -218,14 +216,14 @@ class Operation:
 
     # ----------------------------------------------------------------------------------------- to be simpler
 
-    # It with less of its amount, from the least on.
+    # The operation with a smaller amount, the smallest first.
     def simpler(self) -> Iterator[Self]:
         if self.amount:
             value = getattr(self, self.amount)
             for fewer in sizes(value if isinstance(value, int) else len(value)):
                 yield dataclasses.replace(self, **{self.amount: fewer if isinstance(value, int) else value[:fewer]})
 
-    # It with one field as by default.
+    # The operation with one field at its default.
     def without(self, name: str) -> Self:
         return dataclasses.replace(self, **{name: self.default(name)})
 
@@ -234,7 +232,7 @@ class OnWorker(Operation):
     """An operation on a worker and rank."""
 
     __slots__ = ()
-    whose: ClassVar[Literal["worker", "engine"]] = "worker"  # whether to it, or to its engine in virtual time
+    whose: ClassVar[Literal["worker", "engine"]] = "worker"  # the worker itself, or its engine in virtual time
     worker: int
     rank: int
 
@@ -257,8 +255,8 @@ class OnRequest(Operation):
     takes = {"request": "text"}
     needs: ClassVar[tuple[str, ...]] = ("request",)
     short = "request"
-    states: ClassVar[tuple[str, ...]] = ()  # in which of its states it can be done
-    becomes: ClassVar[str | None] = None  # its state then; None: as it was, or none
+    states: ClassVar[tuple[str, ...]] = ()  # the states of the request in which it can run
+    becomes: ClassVar[str | None] = None  # the state afterwards; None: unchanged, or no state
 
     name: Name
 
@@ -269,7 +267,7 @@ class OnRequest(Operation):
         request = doer.requests.get(self.name)
         return request is not None and request.status in self.states
 
-    # What Python calls the request.
+    # The name of the request in Python.
     @property
     def variable(self) -> str:
         return f"request{self.name}" if isinstance(self.name, int) else self.name
@@ -278,23 +276,22 @@ class OnRequest(Operation):
     def owner_text(self) -> str:
         return self.variable
 
-    # What a scenario file calls the request.
+    # The name of the request in a scenario file.
     @property
     def request(self) -> str:
         return f"r{self.name}" if isinstance(self.name, int) else self.name
 
 
 class WithPrompt(OnWorker):
-    """What `Prefill`, `Serve` and `Submit` share: a prompt, block by block.
+    """Common part of `Prefill`, `Serve` and `Submit`: a prompt, block by block.
 
     Attributes:
-        blocks: of each block a small number (a block of number 3 has nothing but the token 3), or its tokens.
-        tail: more tokens: a number of tokens 0, or the tokens. It may be the whole prompt.
+        blocks: for each block, a small number (block 3 consists of token 3), or its tokens.
+        tail: further tokens: a number of tokens 0, or the tokens. It may be the whole prompt.
         worker: the worker.
         rank: its rank.
-        hashed: each block is a local hash; `tail` is then how many tokens there are besides, or None where that is not
-            known.
-        keys: what the prompt carries in addition to its tokens; None if there is nothing.
+        hashed: whether each block is a local hash; `tail` is then the number of further tokens, or None if unknown.
+        keys: the keys that the prompt carries; None if there are none.
     """
 
     __slots__ = ()
@@ -304,11 +301,11 @@ class WithPrompt(OnWorker):
     keys: PromptKeys | None
 
     def prompt(self, block_size: int) -> Prompt:
-        """The prompt for blocks of `block_size` tokens.
+        """Return the prompt for blocks of `block_size` tokens.
 
         Raises:
             TypeError: a block or tail that is neither a number nor tokens.
-            ValueError: a number out of range, or a multimodal item behind the end.
+            ValueError: a number is out of range, or a multimodal item exceeds the end.
         """
         prompt = self._plain(block_size)
         return prompt if self.keys is None else prompt.with_keys(self.keys)
@@ -355,14 +352,14 @@ class WithPrompt(OnWorker):
 
 
 def plain_lists(value: Any) -> Any:
-    """A value as YAML has it: lists, and no tuples."""
+    """Return a value for YAML, with lists instead of tuples."""
     if isinstance(value, Mapping):
         return {key: plain_lists(item) for key, item in value.items()}
     return [*map(plain_lists, value)] if isinstance(value, tuple | list) else value
 
 
 def number_ranges(numbers: Sequence[int]) -> list[int | str] | str:
-    """Numbers as a scenario file has them, with runs as ranges; a single run stands alone."""
+    """Return numbers for a scenario file, with runs as ranges; a single run stands alone."""
     parts: list[int | str] = []
     start = 0
     for end in range(1, len(numbers) + 1):
@@ -374,7 +371,7 @@ def number_ranges(numbers: Sequence[int]) -> list[int | str] | str:
 
 
 def sizes(below: int) -> Iterator[int]:
-    """1, 2, 3, 4, 6, 8, 12, 16 ... below a number, and the one before it."""
+    """Yield 1, 2, 3, 4, 6, 8, 12, 16 ... below a number, then the number minus 1."""
     size = 1
     seen = set()
     while size < below:

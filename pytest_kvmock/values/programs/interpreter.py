@@ -1,4 +1,4 @@
-"""Programs: done on the workers of a harness, and written as the Python that does the same."""
+"""Programs: run on the workers of a harness, and written as equivalent Python."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from pytest_kvmock.values.programs.operations import OPERATIONS, Decode, Finish,
 
 
 class Interpreter(Doer):
-    """Does operations on the workers of a harness.
+    """Runs operations on the workers of a harness.
 
-    It raises whatever a worker raises, and returns the answer: its callers decide which errors are not a failure: they
-        derive from it or catch them.
+    It returns the worker's answer and raises whatever the worker raises. Callers decide which errors are not a failure:
+        they subclass it or catch them.
     """
 
     def do(self, step: Operation) -> Any:
-        """Do one operation, and return its answer (`Operation.do`).
+        """Run one operation and return its answer (`Operation.do`).
 
         Raises:
-            KeyError: it is about a request that was not admitted, or not submitted.
+            KeyError: its request was not admitted or not submitted.
             TypeError: it is not an operation.
             Exception: whatever the worker, the request or the harness raises.
         """
@@ -31,12 +31,12 @@ class Interpreter(Doer):
 
 
 def calls(operations: Iterable[Operation], block_size: int, *, after_each: str | None = None) -> Iterator[str]:
-    """The lines that do a program on a `RouterHarness` named `kv`; a request that is served whole is one line.
+    """Yield the lines that run a program on a `RouterHarness` named `kv`; a fully served request is one line.
 
     Args:
         operations: the program.
-        block_size: tokens a block, for its prompts.
-        after_each: a line that comes after each operation; each is then a line by itself.
+        block_size: tokens per block, for its prompts.
+        after_each: a line to add after each operation; operations are then not merged.
     """
     steps = [*operations]
     while steps:
@@ -53,7 +53,7 @@ def calls(operations: Iterable[Operation], block_size: int, *, after_each: str |
 
 
 def _served(prefill: Prefill, own: Sequence[OnRequest]) -> Serve | None:
-    """A request as one operation; None if it is more than prefill, decode and finish."""
+    """Return a request as one operation; None if it is more than prefill, decode and finish."""
     tokens: int | tuple[int, ...] = 0
     if len(own) == 2 and isinstance(own[0], Decode):
         tokens = own[0].argument

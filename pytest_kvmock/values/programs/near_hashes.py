@@ -1,10 +1,10 @@
-"""Hashes that are nearly the same: pairs that differ, and agree in the bits that a truncating index keeps.
+"""Nearly equal hashes: pairs that differ, but agree in the bits that a truncating index keeps.
 
-An index that keeps less than the 64 bits of a hash takes two blocks for one. No random traffic shows that: the first
-two hashes that agree in 32 bits come after 77,000 blocks or so.
+An index that keeps fewer than the 64 bits of a hash confuses two blocks. Random traffic does not show this: the first
+two hashes that agree in 32 bits appear after about 77,000 blocks.
 
-A local hash by itself can be chosen (`hash_pair`): a prompt of hashes has it, and its first block is named by it. An
-index that is asked by tokens needs tokens of such hashes (`token_pair`).
+A local hash can be chosen freely (`hash_pair`): a prompt of hashes has it, and it names the first block. An index that
+is queried by tokens needs tokens with such hashes (`token_pair`).
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ class Truncation(NamedTuple):
     """A part of a hash that an index may keep.
 
     Attributes:
-        differs: a bit that two hashes may differ in, and still agree in that part.
-        words: how a message names what two such hashes agree in.
-        otherwise: the truncation that stands for it where tokens of such hashes are not known.
+        differs: a bit in which two hashes may differ and still agree in that part.
+        words: the name in messages of the part in which two such hashes agree.
+        otherwise: the truncation used instead if tokens with such hashes are not known.
     """
 
     differs: int
@@ -42,16 +42,16 @@ TRUNCATIONS: Final[Mapping[str, Truncation]] = MappingProxyType(
         "low63": Truncation(63, "in all bits but that of the sign", "low32"),
     }
 )
-"""What is kept of a hash, by name: from what most indexes would lose to what is lost least often."""
+"""The parts of a hash that are kept, by name; the most common truncations come first."""
 
-_FIRST: Final = 0x9E37_79B9_7F4A_7A11  # any number; its last bits are far from where a float is rounded up
+_FIRST: Final = 0x9E37_79B9_7F4A_7A11  # any number whose last bits are not near the point where a float rounds up
 
 
 def truncated(value: int, name: str) -> int | float:
-    """What an index has of a hash that keeps only this part of it.
+    """Return the part of a hash that an index with this truncation keeps.
 
     Args:
-        value: the hash; a signed one, too.
+        value: the hash; it may be signed.
         name: the truncation.
 
     Raises:
@@ -63,7 +63,7 @@ def truncated(value: int, name: str) -> int | float:
 
 
 def hash_pair(name: str) -> tuple[int, int]:
-    """Two hashes that differ in one bit, which this truncation drops.
+    """Return two hashes that differ in one bit that this truncation drops.
 
     Raises:
         KeyError: an unknown truncation.
@@ -100,20 +100,20 @@ _FOUND: Final[Mapping[tuple[int, str], tuple[Tokens, Tokens]]] = MappingProxyTyp
         (64, "low63"): ((20032, 40927, 49493, 30920), (6229, 33515, 27006, 24528)),
     }
 )
-"""The last four tokens of two blocks, the tokens before them being 0, by tokens a block and truncation.
+"""The last four tokens of two blocks, by tokens per block and truncation; the tokens before them are 0.
 
 Found by van Oorschot and Wiener's search for collisions ("Parallel Collision Search with Cryptanalytic Applications",
 with distinguished points) in a C program around XXH3-64 with seed 1337: from a number to four tokens of 16 bits, to the
-hash of the block, to what the truncation keeps of it, which is the next number; two ways that meet are a pair. 32 bits
-take milliseconds, 53 seconds, 63 a minute or two.
+hash of the block, to its truncated part, which is the next number; two paths that meet give a pair. 32 bits take
+milliseconds, 53 bits seconds, 63 bits a minute or two.
 """
 
 
 def token_pair(block_size: int, name: str) -> tuple[Tokens, Tokens]:
-    """The tokens of two blocks whose local hashes differ, and agree in what a truncation keeps.
+    """Return the tokens of two blocks whose local hashes differ but agree in the part that a truncation keeps.
 
-    For blocks of 4, 8, 16, 32 and 64 tokens all are known; for others a pair of 32 bits is found by a birthday search
-    (a tenth of a second, once), and stands for the others.
+    For blocks of 4, 8, 16, 32 and 64 tokens, all pairs are known. For other sizes, a birthday search (a tenth of a
+    second, once) finds a pair of 32 bits, which replaces the others.
 
     Raises:
         KeyError: an unknown truncation.
@@ -127,7 +127,7 @@ def token_pair(block_size: int, name: str) -> tuple[Tokens, Tokens]:
 
 @lru_cache(maxsize=64)
 def _birthday_search(block_size: int, name: str) -> tuple[Tokens, Tokens]:
-    """The first two blocks, of zeros and a last token that counts up, whose hashes agree in 32 bits."""
+    """Return the first two blocks, of zeros and a last token that counts up, whose hashes agree in 32 bits."""
     before, seen, first = (0,) * (block_size - 1), dict[int | float, Tokens](), 0
     while True:
         blocks = [(*before, last) for last in range(first, first + 10_000)]

@@ -1,8 +1,7 @@
-"""A program of requests as values: what is asked of workers and router, in order.
+"""A program of requests as values: the operations on workers and router, in order.
 
-One model for all programs: those that a harness records, that are cut down to a reproduction, that a scenario file
-    has, and that contracts draw. Operations compare by value, and their repr is Python that makes them
-again.
+All programs use this model: those that a harness records, reductions to a reproduction, scenario files, and programs
+    drawn by contracts. Operations compare by value, and their repr is Python that makes them again.
 
 One subject: the operations of a program.
 """
@@ -22,25 +21,25 @@ from pytest_kvmock.values.tokens import Prompt, TokenRuns, block_hashes
 
 
 class Log(Protocol):
-    """What workers and engines record operations in, each before it runs (`harness.recording.Recording`)."""
+    """The log in which workers and engines record each operation before it runs (`harness.recording.Recording`)."""
 
     def next_request(self) -> int:
-        """Number one more request, from 1: its name in operations."""
+        """Return the number of the next request, from 1: its name in operations."""
 
     def operate(self, operation: type[Operation], /, *fields: object) -> None:
-        """Record an operation, by its class and its fields."""
+        """Record an operation, given as its class and fields."""
 
     def retract_pass(self, worker_id: int, dp_rank: int, /) -> None:
-        """Take back the last pass that was recorded of an engine, as it never came to its end, nor its events out."""
+        """Remove the last recorded pass of an engine, which never ended and published no events."""
 
 
 def prompt_fields(
     prompt: Prompt, block_size: int
 ) -> tuple[Sequence[int], TokenRuns | tuple[int, ...] | int | None, bool]:
-    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`); `TokenRuns`
-    stand for their tokens.
+    """Return the fields `blocks`, `tail` and `hashed` of an operation with this prompt (`WithPrompt`); `TokenRuns` are
+    kept.
     """
-    # Not the prompt itself: it keeps three lists of hashes for as long as it lives.
+    # Not the prompt itself, because it keeps three lists of hashes.
     source = prompt.source
     if source is not None:
         return (), source, False
@@ -50,19 +49,18 @@ def prompt_fields(
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Prefill(WithPrompt, OnRequest):
-    """Admit a request. Prompts share the blocks with which both begin.
+    """Admit a request. Prompts share their common leading blocks.
 
     Attributes:
         name: how later operations call it.
-        blocks: its prompt, a small number for each block: a block of number 3 has nothing but the token 3. Or the
-            tokens of each block.
+        blocks: its prompt, a small number for each block (block 3 consists of token 3), or the tokens of each block.
         tail: more tokens: a number of tokens 0, or the tokens.
         worker: the worker.
         rank: its rank.
         hashed: whether blocks are local hashes (see `WithPrompt`).
-        wait: whether time passes until there is room for it, and until the host's blocks of it are back; else it is not
-            admitted then.
-        keys: what the prompt carries in addition to its tokens; None if there is nothing.
+        wait: whether to let time pass until there is room and its blocks are loaded back from the host; otherwise it is
+            not admitted in such a case.
+        keys: the keys that the prompt carries; None if there are none.
     """
 
     kind = "prefill"
@@ -100,7 +98,7 @@ class Serve(WithPrompt):
         rank: its rank.
         hashed: whether blocks are local hashes.
         output_tokens: how many tokens are generated.
-        keys: what the prompt carries in addition to its tokens.
+        keys: the keys that the prompt carries.
     """
 
     kind = "serve"
@@ -132,11 +130,11 @@ class Decode(OnRequest):
 
     Attributes:
         name: the request.
-        tokens: how many, or which.
-        of: where `tokens` is a number, which token; blocks that fill up may so be blocks that another request has. None
+        tokens: the number of tokens, or the tokens.
+        of: the token to generate if `tokens` is a number; full blocks may then equal blocks of another request. None
             for tokens that the worker draws.
-        accepted: how many drafts each step accepts, of an engine with a draft model; None if it has none, or accepts
-            none.
+        accepted: for an engine with a draft model, the number of drafts that each step accepts; None if there is no
+            draft model, or no draft is accepted.
     """
 
     kind = "decode"
@@ -153,7 +151,7 @@ class Decode(OnRequest):
 
     @property
     def argument(self) -> int | tuple[int, ...]:
-        """What `Request.decode` is called with."""
+        """The argument of `Request.decode`."""
         tokens, of = self.tokens, self.of
         return tokens if of is None or isinstance(tokens, tuple) else (of,) * tokens
 
@@ -188,7 +186,7 @@ class Decode(OnRequest):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Finish(OnRequest):
-    """Finish a request: its blocks are freed, and stay cached."""
+    """Finish a request: its blocks are freed but stay cached."""
 
     kind = "finish"
     states = ("running", "preempted")
@@ -196,7 +194,7 @@ class Finish(OnRequest):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Preempt(OnRequest):
-    """Preempt a request: its blocks are freed, and it keeps what it has generated."""
+    """Preempt a request: its blocks are freed, and it keeps its generated tokens."""
 
     kind = "preempt"
     states = ("running",)
@@ -218,7 +216,7 @@ class Resume(OnRequest):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Submit(WithPrompt, OnRequest):
-    """Give the engine of a worker a request.
+    """Submit a request to the engine of a worker.
 
     Attributes:
         name: how later operations call it.
@@ -227,12 +225,12 @@ class Submit(WithPrompt, OnRequest):
         worker: the worker.
         rank: its rank.
         hashed: whether blocks are local hashes.
-        output_tokens: how many tokens it generates.
+        output_tokens: number of tokens that it generates.
         arrival_ms: when it arrives; None: now.
         priority: its priority; None if the engine has none.
-        keys: what the prompt carries in addition to its tokens.
-        abort_after_ms: how long after its arrival it is called off; None: it is not.
-        abort_after_tokens: after how many of its tokens it is called off; None: it is not.
+        keys: the keys that the prompt carries.
+        abort_after_ms: time from its arrival to its abort; None: no abort.
+        abort_after_tokens: number of output tokens until its abort; None: no abort.
     """
 
     kind = "submit"
@@ -289,7 +287,7 @@ class Abort(OnRequest):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RunPasses(OnWorker):
-    """Have the engine of a worker run forward passes.
+    """Let the engine of a worker run forward passes.
 
     Attributes:
         count: how many.
@@ -320,7 +318,7 @@ class RunPasses(OnWorker):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Run(OnWorker):
-    """Have the engine of a worker run until no request is open, or until a moment.
+    """Let the engine of a worker run until no request is open, or until a moment.
 
     Attributes:
         until_ms: no pass starts at or after it; None: to the end.
@@ -351,7 +349,7 @@ class Tick(OnWorker):
     """Move the time of a worker with tiers forward.
 
     Attributes:
-        now_ms: to when.
+        now_ms: the new time.
         worker: the worker.
         rank: which of its ranks.
     """
@@ -373,7 +371,7 @@ class Tick(OnWorker):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Clear(OnWorker):
-    """Clear a worker: it drops its cached blocks. While it has requests, nothing happens."""
+    """Clear a worker: it drops its cached blocks. Nothing happens while it has requests."""
 
     kind = "clear"
     takes = {"worker": "worker"}
@@ -389,12 +387,12 @@ class Clear(OnWorker):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Burst(OnWorker):
-    """Serve prompts of one block each, one after the other; the index is flushed and compared when all are served.
+    """Serve prompts of one block each, one after the other; the index is flushed and compared only at the end.
 
-    It is what shows a queue that overflows: in a cache that is full, each prompt is two events.
+    This shows a queue that overflows: in a full cache, each prompt gives two events.
 
     Attributes:
-        count: how many prompts. The first has block 0, the next block 1, and so on, as in `Prefill.blocks`.
+        count: number of prompts. The first has block 0, the next block 1, and so on, as in `Prefill.blocks`.
         worker: the worker.
         rank: its rank.
     """
@@ -407,11 +405,11 @@ class Burst(OnWorker):
 
     @property
     def served(self) -> Iterator[Serve]:
-        """The prompts in the form in which they are served."""
+        """The prompts as `Serve` operations."""
         return (Serve((number,), 0, self.worker, self.rank) for number in range(self.count))
 
     def do(self, doer: Doer) -> Any:
-        self.owner(doer)  # made now, if there is none: what it publishes then is not a burst
+        self.owner(doer)  # creates a missing worker now, so that its first events are not part of the burst
         with doer.harness.burst():
             for served in self.served:
                 doer.do(served)
@@ -424,15 +422,14 @@ class Burst(OnWorker):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class ServeNear(OnWorker):
-    """Serve a prompt whose hash agrees in a part with that of a block of one more worker; that one's blocks have such
-    names, too.
+    """Serve a prompt whose hash partly equals that of another worker's block; that worker's block names also agree in
+    part.
 
-    It is what shows an index that keeps only that part of local hashes or of block hashes. The other worker is a sink,
-    of an engine that names its blocks as it likes: what an engine of `lineage` keeps of a hash is less than 64 bits
-    itself.
+    This shows an index that keeps only that part of local hashes or block hashes. The other worker is a sink, for an
+    engine with free block names, because a `lineage` engine itself keeps less than 64 bits of a hash.
 
     Attributes:
-        kept: the part in which they agree: "low32", "high32", "low53", "float53" or "low63".
+        kept: the part in which the hashes agree: "low32", "high32", "low53", "float53" or "low63".
         worker: the worker.
         rank: its rank.
     """
@@ -444,13 +441,14 @@ class ServeNear(OnWorker):
     rank: int = 0
 
     def published(self, block_size: int, *, by_tokens: bool = False) -> Iterator[tuple[Stored, BlockTokens | None]]:
-        """What the other worker stores: two blocks of such names, one below each, and one of such a local hash.
+        """Yield the Stored of the other worker: two blocks with nearly equal names, a child of each, and a block with a
+        nearly equal local hash.
 
         Args:
-            block_size: tokens a block.
-            by_tokens: with the tokens of each block, for an index that is asked by them.
+            block_size: tokens per block.
+            by_tokens: whether near hashes come from tokens, for an index that is queried by tokens.
         """
-        from pytest_kvmock.values.programs.near_hashes import hash_pair  # few tests have any
+        from pytest_kvmock.values.programs.near_hashes import hash_pair  # few tests need it
 
         first, second = hash_pair(self.kept)
         near = self._near(block_size, by_tokens=by_tokens)[0]
@@ -464,7 +462,7 @@ class ServeNear(OnWorker):
             yield Stored(None, (3,), (near,)), None
 
     def served(self, block_size: int, *, by_tokens: bool = False) -> Serve:
-        """The prompt in the form in which it is served; arguments as of `published`."""
+        """Return the prompt as a `Serve` operation; arguments as of `published`."""
         near = self._near(block_size, by_tokens=by_tokens)[1]
         return Serve((near,), 0, self.worker, self.rank, hashed=not by_tokens)
 
@@ -474,7 +472,7 @@ class ServeNear(OnWorker):
         return token_pair(block_size, self.kept) if by_tokens else hash_pair(self.kept)
 
     def fits(self, doer: Doer) -> bool:
-        return not self.owner(doer).traits.looks_ahead  # the hashes that are known are of blocks, and not of windows
+        return not self.owner(doer).traits.looks_ahead  # the known hashes are of blocks, not of windows
 
     def do(self, doer: Doer) -> Any:
         size, by_tokens = doer.block_size, doer.by_tokens or not self.owner(doer).traits.takes_hashes
@@ -512,7 +510,7 @@ class Restart(OnWorker):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class RemoveWorker(Operation):
-    """Remove a worker from the router, with all its ranks, or one of them.
+    """Remove a worker from the router, with all its ranks or one of them.
 
     Attributes:
         worker: the worker.
@@ -540,11 +538,11 @@ class RemoveWorker(Operation):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class DropNext(Operation):
-    """Lose the next events on their way to the router.
+    """Drop the next events on their way to the router.
 
     Attributes:
         count: how many.
-        of: of which kind: "stored", "removed", "cleared", "located" or "updated"; None for any.
+        of: the kind of events: "stored", "removed", "cleared", "located" or "updated"; None for any.
     """
 
     kind = "drop_next"
@@ -569,11 +567,11 @@ OPERATIONS: Final[tuple[type[Operation], ...]] = tuple(
     for each in [*vars().values()]
     if isinstance(each, type) and issubclass(each, Operation) and "kind" in vars(each)
 )
-"""All there are, in the order of this module."""
+"""All operations, in the order of this module."""
 
 
 class Program:
-    """Steps in order. Its repr is Python that makes it again, a line a step."""
+    """Steps in order. The repr is Python that makes it again, one line per step."""
 
     __slots__ = ("steps",)
 

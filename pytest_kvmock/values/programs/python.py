@@ -1,4 +1,4 @@
-"""Values as Python writes them: numbers, texts, prompts."""
+"""Values as Python source: numbers, texts, prompts."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from pytest_kvmock.values.tokens import Prompt
 
 
 def quoted(text: str) -> str:
-    """A text as Python writes it with double quotes."""
+    """Return a text in double quotes."""
     return f'"{text}"'
 
 
 def literal(value: object) -> str:
-    """A value as Python writes it, with strings in double quotes."""
+    """Return a value as Python source, with strings in double quotes."""
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False)
     if isinstance(value, Mapping):
@@ -26,7 +26,7 @@ def literal(value: object) -> str:
 
 
 def is_literal(value: object) -> bool:
-    """Whether `literal` writes a value so that Python reads it again."""
+    """Whether Python can read what `literal` writes for a value."""
     if isinstance(value, Mapping):
         return all(map(is_literal, value.values()))
     if isinstance(value, tuple | list):
@@ -35,7 +35,7 @@ def is_literal(value: object) -> bool:
 
 
 def prompt_text(prompt: Prompt, block_size: int) -> str:
-    """A prompt as the argument of a call: a list of tokens, or a `Prompt` where it is more than that."""
+    """Return a prompt as the argument of a call: a list of tokens, or a `Prompt` if it has more than tokens."""
     given = {} if prompt.keys is None else prompt.keys.given
     keys = "".join(f", {name}={literal(value)}" for name, value in given.items())
     if prompt.tokens is not None:
@@ -47,12 +47,12 @@ def prompt_text(prompt: Prompt, block_size: int) -> str:
 
 
 def token_list(tokens: Sequence[int]) -> str:
-    """A list of tokens, with long runs as ranges."""
+    """Return a list of tokens as source, with long runs as ranges."""
     return f"[{', '.join(number_parts(tokens, str))}]"
 
 
 def number_parts(numbers: Iterable[int], shown: Callable[[int], str] = block_text) -> list[str]:
-    """The inside of a list of numbers, with long runs up or down as ranges."""
+    """Return the items of a list of numbers as source, with long runs up or down as ranges."""
     parts: list[str] = []
     for run, step in _runs(numbers):
         first, end = run[0], run[-1] + step
@@ -66,7 +66,7 @@ def number_parts(numbers: Iterable[int], shown: Callable[[int], str] = block_tex
 
 
 def _runs(numbers: Iterable[int]) -> Iterator[tuple[list[int], int]]:
-    """Numbers in runs of one step, 1 or -1."""
+    """Yield numbers as runs with one step, 1 or -1."""
     run: list[int] = []
     step = 1
     for number in numbers:

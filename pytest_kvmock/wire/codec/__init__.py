@@ -1,1 +1,1 @@
-"""Dialects as a table, and one codec for all of them."""
+"""A table of dialects, and one codec for all of them."""

@@ -10,26 +10,26 @@ from pytest_kvmock.values.events import Cleared, RouterEvent, Stored, renamed
 from pytest_kvmock.wire.codec.defects import EncodeError, WireDefect, WireProblem, shown_hash
 
 DIGESTS: Final = "digests"
-"""In `RouterEvent.extra`: (parent's digest or None, digest of each block), of an event whose hashes came as bytes."""
+"""In `RouterEvent.extra`: (parent's digest or None, digest of each block), for an event whose hashes came as bytes."""
 
 SIZE: Final = "block_size"
-"""In `RouterEvent.extra`: the block size of a Stored without blocks, or of a location where it is not 0."""
+"""In `RouterEvent.extra`: the block size of a Stored without blocks, or of a location if it is not 0."""
 
 
 SMALL: Final = 2**32
-"""Block ids below are numbers written by hand: no digest is so small, and llm-d refuses the short forms of msgpack."""
+"""Smaller block ids are handwritten: no digest is so small, and llm-d refuses the short forms of msgpack."""
 
 WIDE: Final = 0xB10C << 48
-"""What is added to such an id on the wire: block 5 is 0xb10c000000000005 there."""
+"""The number added to such an id on the wire: block 5 becomes 0xb10c000000000005."""
 
 _U64: Final = 2**64 - 1
 
 
 def wire_hash(block_hash: int) -> int:
-    """Return the u64 that names a block on the wire, where an id below 2^32 has its own full-width value.
+    """Return the u64 that names a block on the wire; an id below 2^32 becomes a full-width value.
 
     Raises:
-        EncodeError: it has more than 64 bits.
+        EncodeError: the hash has more than 64 bits.
     """
     if 0 <= block_hash < SMALL:
         return block_hash + WIDE
@@ -39,21 +39,21 @@ def wire_hash(block_hash: int) -> int:
 
 
 def block_of(wire_hash: int) -> int:
-    """Return the block that a u64 or i64 from the wire stands for, as `wire_hash` wrote it."""
+    """Return the block for a u64 or i64 from the wire; the inverse of `wire_hash`."""
     unsigned = wire_hash & _U64
     return unsigned - WIDE if WIDE <= unsigned < WIDE + SMALL else unsigned
 
 
 def widened(event: RouterEvent) -> RouterEvent:
-    """Return the event with full-width block hashes, in parents and removals too; most events are returned as they
-    are.
+    """Return the event with full-width block hashes, also in parents and removals; most events are returned
+    unchanged.
     """
     data = event.event.data
     if isinstance(data, Cleared):
         return event
     parent = data.parent_hash if isinstance(data, Stored) else None
     if (parent is None or parent >= SMALL) and min(data.block_hashes, default=SMALL) >= SMALL:
-        return event  # most of vLLM's events, without a check of each
+        return event  # most of vLLM's events, without a check of each hash
     if all(not 0 <= block < SMALL for block in data.block_hashes) and (parent is None or not 0 <= parent < SMALL):
         return event
     hashes = tuple(map(wire_hash, data.block_hashes))
@@ -68,10 +68,10 @@ class Batch:
     """The events of one step of one rank, as one message carries them.
 
     Attributes:
-        events: in order; of one rank, and of one worker, which a dialect over ZMQ does not name.
-        timestamp: seconds since the epoch. It is a number that the caller passes: nothing here has a clock.
-        dp_rank: the rank, as a publisher fills it in; None: that of the events, or 0 if there is none, or nil where the
-            structs of the dialect have it so (`Dialect.rank`).
+        events: the events, in order; of one rank and one worker, which a dialect over ZMQ does not name.
+        timestamp: seconds since the epoch, given by the caller, because nothing here has a clock.
+        dp_rank: the rank, as a publisher fills it in; None: the rank of the events, 0 without events, or nil if the
+            structs of the dialect have nil (`Dialect.rank`).
     """
 
     events: Sequence[RouterEvent]
@@ -84,12 +84,12 @@ class Decoded:
     """The contents of a payload.
 
     Attributes:
-        events: the good events, as the ledger and an index take them. Their ids count all events of the batch, so that
-            one that could not be read leaves a gap.
-        problems: what was wrong, in the order of the payload; of an event that was kept, too (`WireProblem.is_kept`).
-        num_events: how many events the batch had, as far as that could be read.
-        timestamp: of the batch; None if there is none.
-        dp_rank: of the batch; None if the slot is nil, or bad.
+        events: the good events, as the ledger and an index take them. Their ids count all events of the batch, so an
+            unreadable event leaves a gap.
+        problems: the problems, in the order of the payload, also those of kept events (`WireProblem.is_kept`).
+        num_events: number of events of the batch, as far as it could be read.
+        timestamp: timestamp of the batch; None if there is none.
+        dp_rank: rank of the batch; None if the slot is nil or invalid.
     """
 
     events: list[RouterEvent] = field(default_factory=list)

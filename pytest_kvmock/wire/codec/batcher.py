@@ -1,4 +1,4 @@
-"""Events of one engine as batches of bytes: one a step and rank, as vLLM publishes them. `KvWire` keeps them,
+"""Events of one engine as batches of bytes, one for each step and rank, as vLLM publishes them. `KvWire` keeps them
 without a socket.
 """
 
@@ -25,11 +25,11 @@ from pytest_kvmock.wire.codec.structs import load_msgspec
 from pytest_kvmock.wire.codec.table import field_names, find_dialect
 from pytest_kvmock.wire.codec.trtllm_zmq import WholeBlocks
 
-_DEVICE: Final = StorageTier.DEVICE  # looked up once, as attributes of enums are slow
+_DEVICE: Final = StorageTier.DEVICE  # looked up once, because enum attributes are slow
 
 
 class _Step(AbstractContextManager[None]):
-    """The context of `Batcher.step`; one serves all steps, as it counts in the batcher."""
+    """The context of `Batcher.step`; one object serves all steps, because the batcher has the counter."""
 
     __slots__ = ("_begin", "_end")
 
@@ -44,25 +44,25 @@ class _Step(AbstractContextManager[None]):
 
 
 class Batcher(ABC):
-    """A `Sink` that writes the events of one engine, all ranks, in a dialect.
+    """A `Sink` that writes the events of one engine with all its ranks in a dialect.
 
-    Each event is a batch of its own; those that are published within `step()` are one batch a rank.
+    Each event is a separate batch; events published within `step()` become one batch for each rank.
 
     Args:
         dialect: name of the dialect, or a `Dialect`.
-        ranks: how many data-parallel ranks.
-        timestamp: returns the timestamp of a batch, in seconds; None: how many there were before, over restarts.
-        digests: of each rank, where the dialect has bytes as hashes.
+        ranks: number of data-parallel ranks.
+        timestamp: returns the timestamp of a batch, in seconds; None: the number of earlier batches, over restarts.
+        digests: the digests of each rank, if the dialect has bytes as hashes.
         widens: whether block ids below 2^32 are written as full-width values.
 
     Raises:
-        TypeError: a timestamp that cannot be called, or digests that are not a mapping to such.
-        ValueError: an unknown dialect, a number out of range, or digests of an unknown rank.
-        ImportError: msgspec is not installed, and the dialect needs it.
+        TypeError: `timestamp` cannot be called, or `digests` is not a mapping to StreamDigests.
+        ValueError: the dialect is unknown, a number is out of range, or `digests` has an unknown rank.
+        ImportError: the dialect needs msgspec, which is not installed.
 
     Attributes:
         dialect: the `Dialect`.
-        ranks: how many ranks.
+        ranks: number of ranks.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Batcher(ABC):
         self._lock = threading.RLock()
         self._depth = self._sent = self._next_event_id = 0
         self._closed = False
-        self._extra_names: set[object] = {DIGESTS, SIZE, "lora_path", LOOKAHEAD_KEYS}  # and the checked ones
+        self._extra_names: set[object] = {DIGESTS, SIZE, "lora_path", LOOKAHEAD_KEYS}  # and names that were checked
         self._step = _Step(self._begin_step, self._end_step)
         self._pending: list[list[RouterEvent]] = [[] for _ in range(ranks)]
         self._whole = [WholeBlocks() for _ in range(ranks)] if self.dialect.whole_blocks else None
@@ -109,21 +109,21 @@ class Batcher(ABC):
         token_ids: BlockTokens | None = None,
         extra: Mapping[str, Any] | None = None,
     ) -> None:
-        """Publish an event: a batch of its own, or, within `step()`, a part of one.
+        """Publish an event as a separate batch, or, within `step()`, as a part of one.
 
         Args:
             event: the event, or its data.
             storage_tier: the tier of the blocks, or its name, unless a RouterEvent has it.
-            token_ids: for a Stored, the token ids of each block; every dialect over ZMQ carries them. As of `encode`,
-                their range is not looked at.
-            extra: fields of the dialect in addition to the event's own, by name; those of other dialects are left out.
+            token_ids: for a Stored, the token ids of each block; every dialect over ZMQ carries them. As in `encode`,
+                their range is not checked.
+            extra: fields of the dialect in addition to the event's own, by name; fields of other dialects are ignored.
 
         Raises:
-            TypeError: something else.
-            ValueError: an unknown rank or tier; tier, token ids or `extra` together with a RouterEvent,
-                which has its own, or with what cannot carry them; a name in `extra` that no dialect has and that is
-                much like one; or what publishes is closed.
-            EncodeError: the dialect cannot say it. Nothing was sent, and no number is used up.
+            TypeError: an argument has a wrong type.
+            ValueError: the rank or tier is unknown; tier, token ids or `extra` are given with a RouterEvent, which has
+                its own, or with an event that cannot carry them; a name in `extra` is unknown but similar to a field;
+                or the publisher is closed.
+            EncodeError: the dialect cannot express the event. Nothing was sent, and no number is used up.
         """
         with self._lock:  # this is fast for steps of events that engines have made
             if self._closed:
@@ -145,12 +145,12 @@ class Batcher(ABC):
                 self._publish_batch(dp_rank, [event])
 
     def step(self) -> AbstractContextManager[None]:
-        """Make one batch a rank of all that is published within the context, as an engine's step does; none where
-        nothing was.
+        """Make one batch for each rank from all events published within the context, as an engine's step does; no
+        events make no batch.
 
         Raises:
-            ValueError: what publishes is closed, when the context is entered.
-            EncodeError: as `flush`, when it is left.
+            ValueError: the publisher is closed; raised when the context is entered.
+            EncodeError: as in `flush`; raised when the context is left.
         """
         return self._step
 
@@ -169,7 +169,7 @@ class Batcher(ABC):
         """Send the events published so far within a `step()`.
 
         Raises:
-            EncodeError: the dialect cannot say one of the events; that batch is not sent, those of other ranks are.
+            EncodeError: the dialect cannot express an event; that batch is not sent, but those of other ranks are.
         """
         with self._lock:
             self._check_open()
@@ -209,7 +209,7 @@ class Batcher(ABC):
 
     @staticmethod
     def _check_alone(event: RouterEvent, **others: object) -> None:
-        """Refuse arguments that the event itself has."""
+        """Refuse arguments that the event already has."""
         if others["storage_tier"] in (StorageTier.DEVICE, event.storage_tier):
             del others["storage_tier"]
         given = [name for name, value in others.items() if value is not None]
@@ -221,16 +221,14 @@ class Batcher(ABC):
 
     @staticmethod
     def _check_carries(data: EventData, token_ids: object, extra: object) -> None:
-        """Refuse what no event of this kind can carry."""
+        """Refuse arguments that no event of this kind can carry."""
         if token_ids is not None and not isinstance(data, Stored):
             raise ValueError(f"token_ids go with a Stored, and were given with {data!r:.80}")
         if extra and isinstance(data, Cleared):
             raise ValueError(f"extra goes with a Stored or a Removed, and was given with {data!r:.80}")
 
     def _check_extra(self, extra: object) -> None:
-        """Refuse what is not a mapping, and a name that is nearly that of a field: it would be left out without a
-        word.
-        """
+        """Refuse a non-mapping, and a name similar to a field's, which would be ignored silently."""
         if not isinstance(extra, Mapping):
             raise TypeError(f"extra must map names of fields to values, or be None, got {extra!r:.80}")
         if self._extra_names.issuperset(extra):
@@ -245,13 +243,13 @@ class Batcher(ABC):
                 self._extra_names.add(name)
 
     def worker_restarted(self, dp_rank: int) -> None:
-        """Begin again with a rank whose worker restarts: events not sent yet are lost. A harness calls it."""
+        """Reset a rank whose worker restarts; unsent events are lost. A harness calls it."""
         with self._lock:
             if not self._closed and dp_rank < self.ranks:
                 self._begin_anew(dp_rank)
 
     def use_digests(self, digests: Mapping[int, StreamDigests]) -> None:
-        """Take the digests of other managers from now on, for ranks that hold nothing: what they held was removed."""
+        """Use the digests of other managers from now on, for ranks whose blocks were all removed."""
         with self._lock:
             self._digests.update(digests)
 
@@ -265,17 +263,17 @@ class Batcher(ABC):
         self._sent += 1
 
     def check_rank(self, dp_rank: int) -> int:
-        """Return a rank, if there is such a one.
+        """Return a rank, after a check.
 
         Raises:
-            ValueError: there is not.
+            ValueError: there is no such rank.
         """
         if type(dp_rank) is not int or not 0 <= dp_rank < self.ranks:
             raise ValueError(f"the publisher has ranks 0 to {self.ranks - 1}, got rank {dp_rank!r:.80}")
         return dp_rank
 
     def _begin_anew(self, dp_rank: int | None) -> list[int]:
-        """Drop what waits of a rank, or of all, and which blocks it holds. Return which ranks."""
+        """Drop the pending events and known blocks of a rank, or of all; return these ranks."""
         ranks = [*range(self.ranks)] if dp_rank is None else [self.check_rank(dp_rank)]
         for rank in ranks:
             self._pending[rank] = []
@@ -289,7 +287,7 @@ class Batcher(ABC):
 
     @property
     def closed(self) -> bool:
-        """Whether it is closed: it takes no event any more."""
+        """Whether it is closed, so that it takes no more events."""
         return self._closed
 
     def _check_open(self) -> None:
@@ -311,13 +309,13 @@ class WireBatch:
 
 
 class KvWire(Batcher):
-    """Writes what an engine publishes, in a dialect, and keeps the bytes: for tests of a decoder, without a socket.
+    """Writes the events of an engine in a dialect and keeps the bytes, for tests of a decoder without a socket.
 
     Args:
         dialect: name of the dialect, or a `Dialect`.
-        ranks: how many data-parallel ranks.
-        timestamp: as of a `KvPublisher`.
-        digests: of each rank, where the dialect has bytes as hashes.
+        ranks: number of data-parallel ranks.
+        timestamp: as in `KvPublisher`.
+        digests: the digests of each rank, if the dialect has bytes as hashes.
 
     Attributes:
         batches: the batches so far, in order.
@@ -343,12 +341,12 @@ class KvWire(Batcher):
         return [batch.payload for batch in self.batches]
 
     def take(self) -> list[bytes]:
-        """Return the bytes of the batches so far, and forget them."""
+        """Return the bytes of the batches so far, and drop them."""
         payloads, self.batches = self.payloads, []
         return payloads
 
     def decode(self, payload: bytes) -> Decoded:
-        """Read a payload by the rules of the dialect, to compare with what your decoder reads."""
+        """Read a payload by the rules of the dialect, to compare with your decoder."""
         return decode(payload, self.dialect)
 
     def _write(self, dp_rank: int, payload: bytes) -> None:

@@ -1,4 +1,4 @@
-"""Bytes to events: the events of a payload, and its problems. Nothing here raises, whatever the bytes."""
+"""Decoding of payloads into events and problems. No payload makes it raise."""
 
 from __future__ import annotations
 
@@ -48,13 +48,14 @@ from pytest_kvmock.wire.codec.trtllm_json import read_events
 
 # Theory of operation
 #
-# msgspec reads the batch into the dialect's structs, types and ranges checked. It keeps the last of two equal keys, so
-# a batch of maps is written again and compared: the same bytes have no key twice. Where msgspec refuses a batch, each
-# of its events is read by itself; where it refuses an event, or one has something that is not as in most, `reader.py`
-# and `event_fields.py` say what, in a tenth of the speed. So a good batch costs little, and a bad one is explained.
+# msgspec reads the batch into the dialect's structs and checks types and ranges. It keeps the last of two equal keys,
+# so a batch of maps is written again and compared: equal bytes prove that no key is duplicate. If msgspec refuses a
+# batch, each of its events is read separately. If it refuses an event, or the event is unusual, `reader.py` and
+# `event_fields.py` read it at a tenth of the speed and find the problem. So a good batch costs little, and a bad one is
+# explained.
 
 MOST_BYTES: Final = 2**26
-"""The largest payload that is read: 64 MiB. A batch of an engine is of some hundred kB at most."""
+"""The largest payload that is read: 64 MiB. A batch of an engine has some hundred kB at most."""
 
 _U32: Final = 2**32 - 1
 _BATCH: Final = "an array of timestamp, events and rank"
@@ -69,16 +70,17 @@ def decode(
     first_event_id: int = 0,
     most_bytes: int = MOST_BYTES,
 ) -> Decoded:
-    """Read a payload as a router of this dialect does, and name all that is wrong with it.
+    """Read a payload as a router of this dialect does, and report all its problems.
 
-    No bytes make it raise. A bad event is left out and named; the good ones of its batch are there.
+    No bytes make it raise. A bad event is left out and reported; the good events of its batch are returned.
 
     Args:
         payload: the last frame of a message.
-        dialect: its name, or a `Dialect`.
-        worker_id: the worker of the stream; Dynamo's `RouterEvent` names its own.
-        dp_rank: the rank of the events where the batch has none.
-        first_event_id: id of the first event of the batch: a wire counts batches, not events. Dynamo's JSON has ids.
+        dialect: name of the dialect, or a `Dialect`.
+        worker_id: the worker of the stream; Dynamo's `RouterEvent` has its own.
+        dp_rank: the rank of the events if the batch has none.
+        first_event_id: id of the first event of the batch, because a wire numbers batches, not events. Dynamo's JSON
+            has ids.
         most_bytes: larger payloads are not read.
 
     Raises:
@@ -129,7 +131,7 @@ def as_bytes(payload: object) -> bytes:
 
 
 def _note_timestamp(out: Decoded) -> None:
-    """Name a timestamp that is no time, and leave it out."""
+    """Report an invalid timestamp, and leave it out."""
     observed, out.timestamp = shown(out.timestamp), None
     problem = WireProblem(WireDefect.WRONG_TYPE, None, "timestamp", observed, "a finite number", is_kept=True)
     out.problems.insert(0, problem)
@@ -144,7 +146,7 @@ def _oversize(payload: bytes, most: int) -> WireProblem:
 
 
 def _split(structs: Structs, payload: bytes, out: Decoded) -> list[bytes]:
-    """Split a batch into its events, as far as it goes, and note what is wrong with the batch."""
+    """Split a batch into its events, as far as possible, and note the problems of the batch."""
     try:
         out.timestamp, raws, out.dp_rank = structs.raw_batch(payload)
     except structs.errors:
@@ -205,7 +207,7 @@ def _note_rest(reader: Reader, note: Any) -> None:
 
 
 def _struct(dialect: Dialect, structs: Structs, event: bytes, read: Callable[[bytes], Any]) -> Any:
-    """The struct of one event; None if msgspec refuses it, or a key may be there twice."""
+    """Return the struct of one event; None if msgspec refuses it, or a key may be duplicate."""
     try:
         record = read(event)
     except structs.errors:
@@ -228,7 +230,7 @@ class _Decoder:
     ) -> None:
         self._dialect, self._structs, self._payload = dialect, structs, payload
         self._worker, self._rank, self._first = worker_id, dp_rank, first_event_id
-        self._events: list[bytes] | None = None  # of the batch, one by one; split when they are needed
+        self._events: list[bytes] | None = None  # the events of the batch; split on demand
 
     def into(self, out: Decoded) -> None:
         """Read the payload."""
@@ -251,12 +253,12 @@ class _Decoder:
         self._add_all([_struct(dialect, structs, event, structs.event) for event in self._events], out)
 
     def _add_all(self, of_batch: list[Any], out: Decoded) -> dict[Tag, int]:
-        """Make events of structs; a None is one that msgspec refused.
+        """Make events from structs; None stands for an event that msgspec refused.
 
         Returns:
-            How many events were ordinary, by tag.
+            The number of ordinary events, by tag.
         """
-        # The loop that decides the speed: one flat body for the usual Stored.
+        # This loop determines the speed: one flat body for the usual Stored.
         structs, worker, rank = self._structs, self._worker, self._rank if out.dp_rank is None else out.dp_rank
         plans, device = structs.plans, StorageTier.DEVICE
         kind, get, known = structs.types[STORED], plans.get, plans.reading
@@ -275,7 +277,7 @@ class _Decoder:
                         try:
                             local_hashes, token_ids = plan[0](tokens)
                         except struct.error:
-                            pass  # a token id is out of range; the careful reader names it
+                            pass  # a token id is out of range; the careful reader reports it
                         else:
                             append(make(worker, event_id + index, rank, parent, hashes, local_hashes, tier, token_ids))
                             stored += 1
@@ -293,13 +295,13 @@ class _Decoder:
         return counts
 
     def _bytes(self, index: int) -> bytes:
-        """One event as it came."""
+        """Return one event as received."""
         if self._events is None:
             self._events = _split(self._structs, self._payload, Decoded())
         return self._events[index]
 
     def _of_struct(self, record: Any, index: int, rank: int) -> RouterEvent | None:
-        """The event of a struct that has something of its own; None if the careful reader must look at it."""
+        """Return the event of an unusual struct; None if the careful reader must read it."""
         tag = self._structs.tags[type(record)]
         fields = EventFields(tag)
         ordinary = self._structs.ordinary[tag]
@@ -340,7 +342,7 @@ class _Decoder:
         return [*own.get("hashes", ()), *(() if parent is None else (parent,))]
 
     def _event(self, fields: EventFields, index: int, rank: int) -> RouterEvent:
-        """The event of fields that are what they should be."""
+        """Return the event of valid fields."""
         own, extra = fields.own, fields.extra
         if isinstance(keys := extra.get("extra_keys"), list):  # msgpack has no tuples, but events have
             extra["extra_keys"] = [_tuples(each) for each in keys]
@@ -370,10 +372,9 @@ class _Decoder:
         return RouterEvent(self._worker, KvCacheEvent(self._first + index, data, rank), tier, token_ids, extra or None)
 
     def _blocks(self, fields: EventFields) -> tuple[tuple[int, ...], list[tuple[int, ...]] | None]:
-        """The router's hash of each block of a Stored, and its token ids, or pairs of them.
+        """Return the router's hash of each block of a Stored, and its token ids or pairs.
 
-        Hashes are those under what the event has in `extra`, and where names cover tokens after a block, of windows
-        with these.
+        Hashes include the keys in the event's `extra`; if names look ahead, they cover windows with the next tokens.
         """
         own, extra = fields.own, fields.extra
         tokens, size, blocks = own["tokens"], own["block_size"], len(own["hashes"])
@@ -392,5 +393,5 @@ class _Decoder:
 
 
 def _tuples(value: Any) -> Any:
-    """A value with tuples for lists, inner ones too."""
+    """Return a value with tuples instead of lists, also inside."""
     return tuple(map(_tuples, value)) if isinstance(value, list) else value

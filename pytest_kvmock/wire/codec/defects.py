@@ -1,4 +1,4 @@
-"""What can be wrong with a payload: each defect has a name, and a record says where it is."""
+"""The defects of payloads: each has a name, and a record says where it is."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pytest_kvmock.values.events import block_text
 
 
 class WireDefect(StrEnum):
-    """The name of what is wrong with a payload; `DEFECTS` says when it is reported."""
+    """The name of a defect of a payload; `DEFECTS` says when it is reported."""
 
     OVERSIZE = "oversize"
     MALFORMED = "malformed"
@@ -76,12 +76,12 @@ class WireProblem:
     """One defect of a payload.
 
     Attributes:
-        name: which.
-        event: number of the event in the batch, from 0; None: it is the batch's.
+        name: the name of the defect.
+        event: number of the event in the batch, from 0; None: the defect is the batch's.
         field: the field; None if it is the whole event or batch.
-        observed: what was there.
-        expected: what the dialect has.
-        is_kept: whether the event is among those decoded all the same.
+        observed: the observed value.
+        expected: what the dialect allows.
+        is_kept: whether the event is decoded nevertheless.
     """
 
     name: WireDefect
@@ -98,13 +98,13 @@ class WireProblem:
 
 
 class EncodeError(KvMockError, ValueError):
-    """Raised when an event cannot be written in a dialect. The message names the event, the field and what is
-    allowed.
+    """Raised when an event cannot be written in a dialect. The message names the event, the field and the allowed
+    values.
     """
 
 
 def shown(value: object) -> str:
-    """A value in a message, of any size: cut to 80 characters."""
+    """Return a value of any size for a message, cut to 80 characters."""
     if isinstance(value, list | tuple | dict) and len(value) > 8:
         kind = "a map" if isinstance(value, dict) else "an array"
         return f"{kind} of {len(value)}"
@@ -114,5 +114,5 @@ def shown(value: object) -> str:
 
 
 def shown_hash(value: object) -> str:
-    """A block hash in a message, as those of events are; what is not a number as any other value."""
+    """Return a block hash for a message, in the form of event hashes; other values as by `shown`."""
     return block_text(value) if isinstance(value, int) and not isinstance(value, bool) else shown(value)

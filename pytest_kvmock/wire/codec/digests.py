@@ -1,7 +1,7 @@
-"""Whole digests of the blocks of a stream: what vLLM publishes where its hashes are bytes.
+"""Full digests of a stream's blocks, which vLLM publishes if its hashes are bytes.
 
-An event has 64 bits of a digest, and a chain needs all of it. So digests are computed again from tokens and parents,
-and kept for as long as a block is held.
+An event has 64 bits of a digest, but a chain needs all of it. So digests are computed again from tokens and parents,
+and kept while a block is held.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _U64 = 2**64 - 1
 
 
 class _Held(NamedTuple):
-    """The digest of a block that is held, how many blocks stand before it, and how many copies there are."""
+    """The digest of a held block, the number of blocks before it, and the number of its copies."""
 
     digest: bytes
     position: int
@@ -29,11 +29,11 @@ class _Held(NamedTuple):
 
 
 class StreamDigests:
-    """The digests of one stream, which is that of one worker and rank.
+    """The digests of one stream, that of one worker and rank.
 
     Args:
-        hasher: names the blocks of the stream; those of requests with an adapter, a salt or multimodal items by what
-            their events have in `extra`.
+        hasher: names the blocks of the stream; for requests with an adapter, a salt or multimodal items it uses the
+            `extra` of their events.
 
     Raises:
         TypeError: it is not a hasher.
@@ -50,14 +50,14 @@ class StreamDigests:
 
     @classmethod
     def of_manager(cls, manager: object) -> StreamDigests:
-        """The digests of the stream of a block manager.
+        """Return the digests of a block manager's stream.
 
         Raises:
-            EncodeError: its engine publishes numbers alone: those of Dynamo's managers are not digests, and SGLang has
+            EncodeError: its engine publishes only numbers: those of Dynamo's managers are not digests, and SGLang has
                 no dialect with digests.
         """
         hasher = getattr(manager, "hasher", None)
-        # TensorRT-LLM's V1 publishes whole names.
+        # TensorRT-LLM's V1 publishes full names.
         if hasher is None or hasher.signed or len(hasher.digests((0,), 1, 0, None)[0]) == 8:
             name = getattr(manager, "backend", type(manager).__name__)
             raise EncodeError(
@@ -68,7 +68,7 @@ class StreamDigests:
 
     @contextmanager
     def one_batch(self) -> Iterator[None]:
-        """Within it, digests are undone when an event is refused."""
+        """In this context, undo changes of digests if an event is refused."""
         self._undo = []
         try:
             yield
@@ -80,7 +80,7 @@ class StreamDigests:
             self._undo = None
 
     def stored(self, event: RouterEvent) -> tuple[list[bytes], bytes | None]:
-        """Return the digests of the blocks of a Stored, and that of its parent.
+        """Return the digests of a Stored's blocks, and that of its parent.
 
         Raises:
             EncodeError: the parent is not held, token ids are missing, or a name does not follow from them.
@@ -115,7 +115,7 @@ class StreamDigests:
         return digests, before
 
     def removed(self, event: RouterEvent) -> list[bytes]:
-        """Return the digests of the blocks of a Removed; a block whose last copy goes is forgotten.
+        """Return the digests of a Removed's blocks; forget a block with its last copy.
 
         Raises:
             EncodeError: a block is not held.
@@ -130,7 +130,7 @@ class StreamDigests:
         return out
 
     def located(self, data: Located) -> list[bytes]:
-        """Return the digests of the blocks of a location.
+        """Return the digests of a location's blocks.
 
         Raises:
             EncodeError: a block is not held.

@@ -1,6 +1,6 @@
-"""Dynamo's JSON on a wire: one `KvCacheEvent` or `RouterEvent` a line.
+"""Dynamo's JSON on a wire: one `KvCacheEvent` or `RouterEvent` per line.
 
-It has event ids and ranks of its own, and no token ids.
+It has event ids and ranks, but no token ids.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _HASHES: Final = ("block_hash", "tokens_hash", "parent_hash")
 
 
 def write_lines(events: Sequence[RouterEvent], dialect: Dialect) -> bytes:
-    """Write events, one a line; signed block hashes as the u64 of the same bits, as Dynamo reads them.
+    """Write events, one per line; signed block hashes become the u64 of the same bits, as Dynamo reads them.
 
     Raises:
-        EncodeError: Dynamo's JSON has no form for one of them.
+        EncodeError: Dynamo's JSON has no form for an event.
     """
     for index, event in enumerate(events):
         if isinstance(event.event.data, (SparseStored, Located, Updated)):
@@ -42,10 +42,10 @@ def write_lines(events: Sequence[RouterEvent], dialect: Dialect) -> bytes:
 def read_lines(
     payload: bytes, dialect: Dialect, worker_id: int, problems: list[WireProblem]
 ) -> tuple[list[RouterEvent], int]:
-    """Read events, one a line, and note in `problems` what is wrong with those that are left out.
+    """Read events, one per line, and note in `problems` the defects of those that are left out.
 
     Returns:
-        The good events, and how many lines there were.
+        The good events, and the number of lines.
     """
     events: list[RouterEvent] = []
     lines = [line for line in payload.split(b"\n") if line.strip()]
@@ -61,7 +61,7 @@ def read_lines(
 
 
 def _problem(index: int, message: str, *, last: bool) -> WireProblem:
-    """The record of an error of `from_json`: "RouterEvent.event.dp_rank: expected an integer ..., got 'x'"."""
+    """Return the record for an error of `from_json`: "RouterEvent.event.dp_rank: expected an integer ..., got 'x'"."""
     where, _, what = message.partition(": ")
     defect = next((defect for text, defect in _DEFECTS if text in message), WireDefect.WRONG_TYPE)
     if defect is WireDefect.MALFORMED and last:

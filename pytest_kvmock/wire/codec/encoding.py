@@ -1,4 +1,4 @@
-"""Events to bytes: a batch as an engine of a dialect writes it.
+"""Encoding of a batch into the bytes that an engine of a dialect writes.
 
 One subject: the writing of events. `decoding.py` reads them.
 """
@@ -35,8 +35,8 @@ from pytest_kvmock.wire.codec.trtllm_json import write_events
 
 # Theory of operation
 #
-# A struct is filled from a list: the fields of an ordinary event of that many blocks, then the event's own. What
-# `RouterEvent.extra` has in addition goes into the field of its name where the dialect has one, and nowhere else.
+# A struct is filled from a list: the fields of an ordinary event with that number of blocks, then the event's own.
+# Values in `RouterEvent.extra` go into the field of their name if the dialect has it; otherwise they are ignored.
 
 _U32: Final = 2**32 - 1
 _U64: Final = 2**64 - 1
@@ -46,17 +46,18 @@ def encode(batch: Batch, dialect: str | Dialect, *, digests: StreamDigests | Non
     """Write a batch as an engine of this dialect does.
 
     Args:
-        batch: events of one worker and rank. Token ids are written as they are: that they are from 0 to 2**32 - 1 is
-            not looked at, for speed; `decode` names those that are not.
-        dialect: its name, or a `Dialect`.
-        digests: the digests of the stream, where the dialect has bytes as hashes; none is needed for events that were
-            decoded from such. When an event is refused, they stay unchanged.
+        batch: events of one worker and rank. Token ids are written without a check of their range (0 to 2**32 - 1), for
+            speed; `decode` reports ids out of range.
+        dialect: name of the dialect, or a `Dialect`.
+        digests: the digests of the stream, if the dialect has bytes as hashes; not needed for events decoded from such
+            a dialect. If an event is refused, they stay unchanged.
 
     Raises:
-        ValueError: there is no such dialect.
-        EncodeError: an event cannot be written in it: token ids or digests are missing, a span or a hash does not fit,
-            the dialect has no name for the tier, the events are of two ranks, or the rank of the batch is invalid.
-        TypeError: it is not a Batch, or has something other than RouterEvents.
+        ValueError: the dialect is unknown.
+        EncodeError: an event cannot be written in the dialect: token ids or digests are missing, a span or a hash does
+            not fit, the dialect has no name for the tier, the events have different ranks, or the rank of the batch is
+            invalid.
+        TypeError: `batch` is not a Batch, or has items other than RouterEvents.
         ImportError: msgspec is not installed.
     """
     row = find_dialect(dialect)
@@ -68,10 +69,10 @@ def encode(batch: Batch, dialect: str | Dialect, *, digests: StreamDigests | Non
 
 
 class BatchWriter:
-    """Writes batches in one dialect: `encode`, with what is the same for each batch looked up once.
+    """Writes batches in one dialect like `encode`, but looks up the dialect's data only once.
 
     Args:
-        dialect: what is written.
+        dialect: the dialect to write.
         widens: whether block ids below 2^32 are written as full-width values (`wire_hash`).
 
     Raises:
@@ -103,10 +104,10 @@ class BatchWriter:
         """Write a batch.
 
         Args:
-            events: as of a `Batch`, like the next two.
-            timestamp: seconds.
-            dp_rank: of the batch; None: as of a `Batch`.
-            digests: as of `encode`, which says what is raised, too.
+            events: as in `Batch`.
+            timestamp: as in `Batch`.
+            dp_rank: as in `Batch`.
+            digests: as in `encode`, which also lists the errors.
         """
         if type(timestamp) is not float or not -math.inf < timestamp < math.inf:
             check_timestamp(timestamp, self._dialect.name)
@@ -121,7 +122,7 @@ class BatchWriter:
                 return self._payload(self._structs, events, timestamp, dp_rank, None)
             with digests.one_batch():
                 return self._payload(self._structs, events, timestamp, dp_rank, digests)
-        except (AttributeError, TypeError):  # searched only now, as a check of each event would cost a tenth
+        except (AttributeError, TypeError):  # searched now, as checking each event costs a tenth of the speed
             check_events(events)
             raise
 
@@ -133,7 +134,7 @@ class BatchWriter:
         rank: int | None,
         digests: StreamDigests | None,
     ) -> bytes:
-        # The loop that decides the speed: one flat body for the usual Stored.
+        # This loop determines the speed: one flat body for the usual Stored.
         fills = rank is not None or self._dialect.rank == "filled"
         if rank is None and len(events):
             check_rank(rank := events[0].event.dp_rank)
@@ -186,7 +187,7 @@ def _writer_of(dialect: Dialect) -> BatchWriter:
 
 
 class _Writer:
-    """Makes structs of events, and looks at all of each."""
+    """Makes structs from events, with all checks."""
 
     __slots__ = (
         "_cleared",
@@ -210,14 +211,14 @@ class _Writer:
         self._removed_at = self._removed.places[self._removed.own["hashes"]]
 
     def checked(self, index: int, event: RouterEvent) -> Any:
-        """The struct of one event.
+        """Return the struct of one event.
 
         Args:
             index: its number in the batch, for the message.
             event: the event.
 
         Raises:
-            EncodeError: it cannot be written in this dialect.
+            EncodeError: the event cannot be written in this dialect.
         """
         try:
             return self._struct(event)
@@ -302,7 +303,7 @@ class _Writer:
         return self._structs.types[STORED](*values)
 
     def _tokens_of(self, event: RouterEvent, data: Stored) -> tuple[list[Any], int]:
-        """Token ids and block size of a Stored that is not as most are."""
+        """Return the token ids and block size of an unusual Stored."""
         extra, blocks = event.extra or {}, len(data.block_hashes)
         if not blocks and not isinstance(data, SparseStored):
             size = extra.get(SIZE)
@@ -321,7 +322,7 @@ class _Writer:
         )
 
     def _hashes(self, hashes: tuple[int, ...]) -> tuple[int, ...]:
-        """Block hashes in the form of the dialect: the same 64 bits, signed or not."""
+        """Return block hashes in the form of the dialect: the same 64 bits, signed or unsigned."""
         signed, either = self._dialect.hashes == "signed", self._dialect.hashes == "either"
         if not hashes:
             return hashes
@@ -344,7 +345,7 @@ class _Writer:
         return hashes
 
     def _digests_of(self, event: RouterEvent) -> tuple[bytes | None, tuple[bytes, ...]]:
-        """Digest of the parent, None in a Removed, and of each block."""
+        """Return the digest of the parent (None in a Removed) and of each block."""
         extra, data = event.extra or {}, event.event.data
         if self._digests is not None:
             if isinstance(data, Removed):
@@ -362,7 +363,7 @@ class _Writer:
 
     @staticmethod
     def _checked_digests(value: Any, blocks: int) -> tuple[bytes | None, tuple[bytes, ...]]:
-        """The digests that an event has in `extra`: the parent's, and of each block."""
+        """Return the digests in an event's `extra`: the parent's, and that of each block."""
         if isinstance(value, tuple | list) and len(value) == 2 and isinstance(value[1], tuple | list):
             parent, found = value[0], tuple(value[1])
             digests = found if parent is None else (parent, *found)
@@ -372,7 +373,7 @@ class _Writer:
         raise EncodeError(f"extra[{DIGESTS!r}]: expected {expected}, got {shown(value)}")
 
     def _place(self, event: RouterEvent, tag: Tag, values: list[Any]) -> None:
-        """Put the medium, and what the event has in `extra`, into the fields that the dialect has for them."""
+        """Put the medium and the values in the event's `extra` into the dialect's fields."""
         ordinary = self._structs.ordinary[tag]
         medium = ordinary.own.get("medium")
         tier, extra = event.storage_tier, event.extra
@@ -402,7 +403,7 @@ class _Writer:
             value = extra[field.name]
             if field.is_own and not (field.type == "medium" and value is None):
                 if field.type == "block_size" and (not blocks or isinstance(event.event.data, Located)):
-                    continue  # it is taken from there
+                    continue  # `_tokens_of` or `_of_located` has read it
                 raise EncodeError(f"extra[{field.name!r}]: the event itself says it, and extra is for what it does not")
             flaw = value_flaw(self._dialect, field, value) or entries_flaw(field, value, blocks)
             if flaw is not None:

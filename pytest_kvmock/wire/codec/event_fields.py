@@ -1,4 +1,4 @@
-"""The fields of one event, checked one by one: its own values, its extra ones, and its problems.
+"""Checks of the fields of one event: its own values, its extra values, and its problems.
 
 One subject: the values that a field of each type may hold.
 """
@@ -28,7 +28,7 @@ from pytest_kvmock.wire.codec.reader import MOST_DEPTH, Pairs, Unreadable
 
 TAG_KEY: Final = "type"
 METADATA: Final = "metadata"
-"""The name, in problems, of the map that follows the last field (`Dialect.metadata`)."""
+"""The name, in problems, of the map after the last field (`Dialect.metadata`)."""
 
 Tag: TypeAlias = Literal["BlockStored", "BlockRemoved", "AllBlocksCleared"]
 
@@ -43,7 +43,7 @@ _RANGES: Final = {
     "signed": ("-2**63", "2**63 - 1"),
     "either": ("-2**63", "2**64 - 1"),
 }
-"""The hashes of a dialect that are integers, in words."""
+"""The ranges of integer hashes, as text."""
 
 
 class Flaw(NamedTuple):
@@ -55,7 +55,7 @@ class Flaw(NamedTuple):
 
 
 Form: TypeAlias = Literal["dense", "sparse", "located"]
-"""What a `BlockStored` is: of every block of its span, of some of them, or a location."""
+"""The form of a `BlockStored`: with every block of its span, with some of them, or a location."""
 
 
 @dataclass(slots=True)
@@ -64,11 +64,11 @@ class EventFields:
 
     Attributes:
         tag: one of `TAGS`.
-        own: what the event itself has a place for, by `WireField.type`.
-        extra: what it has in addition that an ordinary event does not have, by name.
-        pairs: the token ids are pairs, in which each begins with what the one before ends with, as SGLang's with a
+        own: the values of the event's own fields, by `WireField.type`.
+        extra: the values that an ordinary event does not have, by name.
+        pairs: whether the token ids are pairs, each beginning with the end of the previous pair, as in SGLang with a
             draft model.
-        form: of a `BlockStored`, what it is.
+        form: the form of a `BlockStored`.
     """
 
     tag: Tag
@@ -79,30 +79,34 @@ class EventFields:
 
 
 def fields_of(dialect: Dialect, tag: Tag) -> tuple[WireField, ...]:
-    """The fields of an event with this tag, in order."""
+    """Return the fields of an event with this tag, in order."""
     return dialect.stored if tag == STORED else dialect.removed if tag == REMOVED else ()
 
 
 def ordinary_value(field: WireField, blocks: int) -> object:
-    """What an ordinary engine writes in a field of an event of `blocks` blocks."""
+    """Return the value that an ordinary engine writes in a field of an event with `blocks` blocks."""
     return [None] * blocks or None if field.ordinary is NONE_PER_BLOCK else field.ordinary
 
 
 def located_value(field: WireField) -> object:
-    """What an ordinary engine writes in a field of a location: of its blocks no more than the group."""
+    """Return the value that an ordinary engine writes in a field of a location, which has only the group of its
+    blocks.
+    """
     return field.ordinary if field.type == "integer" else None
 
 
 def is_location(dialect: Dialect, own: Mapping[FieldType, Any]) -> bool:
-    """Whether a `BlockStored` names blocks below the device and says nothing of them, as vLLM's connectors write it."""
+    """Whether a `BlockStored` names blocks below the device without parent and tokens, as vLLM's connectors write
+    it.
+    """
     medium = own.get("medium")
     below = medium is not None and medium != dialect.media.get(StorageTier.DEVICE)
     return below and own["parent"] is None and not own["tokens"] and len(own["hashes"]) > 0
 
 
 def is_sparse(dialect: Dialect, event: EventFields) -> bool:
-    """Whether a `BlockStored` has the token ids of whole blocks, and not a hash of each, in a cache group that may
-    be sparse.
+    """Whether a `BlockStored` has token ids of more full blocks than it has hashes, in a cache group that may be
+    sparse.
     """
     own = event.own
     left_out, rest = divmod(len(own["tokens"]) - len(own["hashes"]) * own["block_size"], own["block_size"])
@@ -110,7 +114,7 @@ def is_sparse(dialect: Dialect, event: EventFields) -> bool:
 
 
 def hash_text(dialect: Dialect) -> str:
-    """The block hashes of a dialect, in a message."""
+    """Return the form of a dialect's block hashes, for messages."""
     if dialect.hashes == "bytes":
         return f"a digest of {' or '.join(map(str, DIGEST_SIZES))} bytes"
     low, high = _RANGES[dialect.hashes]
@@ -121,13 +125,13 @@ def read_event(dialect: Dialect, value: object, index: int, problems: list[WireP
     """Check one event, and note its problems in `problems`.
 
     Args:
-        dialect: what it should be written in.
-        value: as `Reader.value` returns it.
+        dialect: the expected dialect.
+        value: the event, as `Reader.value` returns it.
         index: its number in the batch.
-        problems: where to note.
+        problems: the list of problems to extend.
 
     Returns:
-        None where the event cannot be used.
+        The fields; None if the event cannot be used.
     """
 
     def note(flaw: Flaw, field: str | None = None, *, kept: bool = False) -> None:
@@ -188,7 +192,7 @@ def read_event(dialect: Dialect, value: object, index: int, problems: list[WireP
 
 
 def _of_array(dialect: Dialect, value: Sequence[Any], note: Any) -> tuple[Tag, dict[str, Any], dict[str, Any]] | None:
-    """Tag, values by the names of their fields, and what belongs to no field; None if that cannot be said."""
+    """Return the tag, values by field name, and surplus values of an array; None if they cannot be determined."""
     if not value:
         note(Flaw(WireDefect.MISSING_FIELD, "an empty array", f"a tag: {', '.join(TAGS)}"), TAG_KEY)
         return None
@@ -215,7 +219,7 @@ def _of_array(dialect: Dialect, value: Sequence[Any], note: Any) -> tuple[Tag, d
 
 
 def _metadata(dialect: Dialect, value: object, surplus: dict[str, Any], note: Any) -> None:
-    """Read the map that follows the fields of an array."""
+    """Read the map after the fields of an array."""
     if not isinstance(value, Pairs):
         note(unreadable(value) or Flaw(WireDefect.WRONG_TYPE, shown(value), "a map"), METADATA)
         return
@@ -233,7 +237,7 @@ def _metadata(dialect: Dialect, value: object, surplus: dict[str, Any], note: An
 
 
 def metadata_flaw(value: object) -> Flaw | None:
-    """What is wrong with the value of a key of `Dialect.metadata`, which is a text or nil; None if it is right."""
+    """Return the flaw in the value of a key of `Dialect.metadata`, which must be a text or nil; None if it is valid."""
     return (
         None
         if value is None or isinstance(value, str)
@@ -242,7 +246,7 @@ def metadata_flaw(value: object) -> Flaw | None:
 
 
 def _of_map(dialect: Dialect, value: Pairs, note: Any) -> tuple[Tag, dict[str, Any], dict[str, Any]] | None:
-    """Tag, values by the names of their fields, and what belongs to no field; None if that cannot be said."""
+    """Return the tag, values by field name, and surplus values of a map; None if they cannot be determined."""
     values: dict[str, Any] = {}
     others: list[tuple[object, Any]] = []
     repeated = False
@@ -289,7 +293,7 @@ def _tag(value: object, note: Any) -> Tag | None:
 
 
 def _own_fields(dialect: Dialect, event: EventFields, values: Mapping[str, Any], note: Any) -> None:
-    """Check each field that is there; those of the event itself come to `event.own`."""
+    """Check each present field; put the event's own fields into `event.own`."""
     for one in fields_of(dialect, event.tag):
         present = values.get(one.name, one.default)
         if present is REQUIRED:
@@ -305,12 +309,12 @@ def _own_fields(dialect: Dialect, event: EventFields, values: Mapping[str, Any],
 
 
 def least_read(one: WireField) -> int | None:
-    """The smallest integer that is read in a field: a location, which other fields show, has block size 0."""
+    """Return the smallest integer that a field may have; it is 0 for a block size, because of locations."""
     return 0 if one.type == "block_size" else FIELD_TYPES[one.type].least
 
 
 def value_flaw(dialect: Dialect, one: WireField, value: Any) -> Flaw | None:
-    """What is wrong with the value of a field; None if it is right."""
+    """Return the flaw in the value of a field; None if it is valid."""
     if (flaw := unreadable(value)) is not None:
         return flaw
     shape = FIELD_TYPES[one.type]
@@ -376,7 +380,7 @@ def _span_flaw(event: EventFields) -> Flaw | None:
 
 
 def span_flaw(blocks: int, tokens: int, size: int) -> Flaw | None:
-    """What is wrong if `blocks` blocks of this size have `tokens` token ids; None if they fit."""
+    """Return the flaw if `blocks` blocks of this size do not fit `tokens` token ids; None if they fit."""
     if tokens == blocks * size:
         return None
     expected = f"{blocks * size} ({_count(blocks, 'block')} of {size})"
@@ -384,8 +388,8 @@ def span_flaw(blocks: int, tokens: int, size: int) -> Flaw | None:
 
 
 def entries_flaw(one: WireField, value: object, blocks: int) -> Flaw | None:
-    """What is wrong where a field with an entry a block, as `extra_keys`, has another number of them; None if it is
-    right.
+    """Return the flaw if a field with one entry per block, such as `extra_keys`, has another number of entries; None if
+    it is valid.
     """
     if one.ordinary is not NONE_PER_BLOCK or not isinstance(value, list | tuple) or len(value) == blocks:
         return None
@@ -395,9 +399,7 @@ def entries_flaw(one: WireField, value: object, blocks: int) -> Flaw | None:
 
 
 def lookahead_flaw(event: EventFields) -> Flaw | None:
-    """What is wrong with the tokens that the names of blocks look at; None if it is right, or they do not look
-    ahead.
-    """
+    """Return the flaw in the look-ahead tokens of block names; None if they are valid, or names do not look ahead."""
     lists = event.extra.get(LOOKAHEAD)
     if lists is None:
         return None
@@ -433,7 +435,7 @@ def _is_token(value: object) -> bool:
 
 
 def is_pairs(value: object) -> bool:
-    """Whether it is an array of pairs of token ids, as EAGLE's bigram pages have them."""
+    """Whether a value is an array of pairs of token ids, as in EAGLE's bigram pages."""
     return (
         isinstance(value, list | tuple)
         and bool(value)
@@ -446,7 +448,7 @@ def _name_of(dialect: Dialect, kind: FieldType) -> str:
 
 
 def unreadable(value: object) -> Flaw | None:
-    """The first thing in a value that cannot be read: a text, what is too deep, a map with a key twice."""
+    """Return the first unreadable part of a value: an invalid text, too deep nesting, a map with a duplicate key."""
     if isinstance(value, Unreadable):
         return Flaw(value.defect, value.observed, value.expected)
     if isinstance(value, Pairs):
@@ -468,7 +470,7 @@ def _first(flaws: Iterable[Flaw | None]) -> Flaw | None:
 
 
 def _plain(value: Any) -> Any:
-    """A value without `Pairs`."""
+    """Return a value without `Pairs`."""
     if isinstance(value, Pairs):
         return {key: _plain(each) for key, each in value}
     return [_plain(each) for each in value] if isinstance(value, list) else value
@@ -478,12 +480,11 @@ _SCALARS: Final = frozenset((type(None), bool, int, float, str, bytes))
 
 
 def is_plain(value: object, depth: int = 2) -> bool:
-    """Whether a value that msgspec has read is one that the careful reader would read the same: scalars and arrays of
-    them.
+    """Whether the careful reader would read the same value as msgspec: scalars and arrays of them.
 
     Args:
-        value: what was read.
-        depth: in how many arrays and maps it stood.
+        value: the value that msgspec has read.
+        depth: number of arrays and maps around it.
     """
     if type(value) in _SCALARS:
         return True

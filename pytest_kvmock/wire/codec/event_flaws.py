@@ -1,5 +1,5 @@
-"""The problems of a batch to be written. It is looked for when writing has failed: a check of each event would cost a
-tenth.
+"""The problems of a batch to be written. They are searched after a failed write, because checking each event would cost
+a tenth of the speed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _U64: Final = 2**64 - 1
 
 
 def check_events(events: Sequence[RouterEvent], *, with_tokens: bool = True) -> None:
-    """Raise for the first thing in the events of a batch that is not of its type.
+    """Raise for the first value of a wrong type in the events of a batch.
 
     Args:
-        events: which.
-        with_tokens: whether its token ids are written.
+        events: the events.
+        with_tokens: whether their token ids are written.
 
     Raises:
-        TypeError: its events are none, or one is not a RouterEvent.
+        TypeError: the events are not a sequence, or an item is not a RouterEvent.
         EncodeError: a value of an event is invalid.
     """
     if not isinstance(events, Sequence):
@@ -48,7 +48,7 @@ def check_events(events: Sequence[RouterEvent], *, with_tokens: bool = True) -> 
 
 
 def check_timestamp(timestamp: object, dialect: str) -> None:
-    """Raise an EncodeError for a timestamp that is not a finite number; with the name of the dialect."""
+    """Raise an EncodeError, with the name of the dialect, for a timestamp that is not a finite number."""
     if type(timestamp) is float and -math.inf < timestamp < math.inf:
         return
     is_number = isinstance(timestamp, int | float) and not isinstance(timestamp, bool)
@@ -60,13 +60,15 @@ def check_timestamp(timestamp: object, dialect: str) -> None:
 
 
 def check_rank(dp_rank: object) -> None:
-    """Raise an EncodeError for a rank that is not an integer of 32 bits without a sign."""
+    """Raise an EncodeError for a rank that is not an unsigned 32-bit integer."""
     if not is_integer(dp_rank, 0) or dp_rank > _U32:
         raise EncodeError(f"the rank of a batch is an integer from 0 to {_U32}, or None, got {dp_rank!r:.80}")
 
 
 def event_flaw(event: RouterEvent, *, with_tokens: bool = True) -> str | None:
-    """A value of an event that has a wrong type; None if there is none. Without tokens where these are not written."""
+    """Return the first flaw in the types of an event; None if there is none. `with_tokens`: whether to check the
+    tokens.
+    """
     named, tier, token_ids = event.event, event.storage_tier, event.token_ids
     if not isinstance(named, KvCacheEvent):
         return f"its event must be a KvCacheEvent, got {named!r:.80}"
@@ -108,11 +110,11 @@ def _hashes_flaw(data: Stored | Removed | Located | Updated) -> str | None:
 
 
 def odd_hash(name: str, hashes: Sequence[object]) -> str:
-    """The problem of hashes of which one is not an integer."""
+    """Return the problem of hashes that include a non-integer."""
     place, odd = next((place, each) for place, each in enumerate(hashes) if not is_integer(each))
     return f"{name} must be integers, got {shown(odd)} at {place}"
 
 
 def _is_listed(value: object) -> bool:
-    """Whether it is an array; a text or bytes are none."""
+    """Whether a value is an array; texts and bytes are not."""
     return hasattr(value, "__len__") and hasattr(value, "__getitem__") and not isinstance(value, str | bytes | Mapping)

@@ -1,10 +1,10 @@
-"""Names of blocks computed from events: whether those that vLLM publishes follow from parents and tokens.
+"""Block names computed from events: whether vLLM's published names follow from parents and tokens.
 
-Theory of operation. A name is 64 bits of a digest that is chained from block to block, from that of the seed on. So a
-name is computed where the digest of the parent is known: of a root that of the seed is, and of others where their
-parent was computed; where hashes come as whole digests it is in the event itself. What is hashed with tokens must be
-in the event, too: where it is not, a name is passed over, and why is counted. Without hash and seed, those that vLLM
-has are tried on chains of plain tokens, until one fits; the events before it wait until then.
+Theory of operation. A name is 64 bits of a digest that is chained from block to block, starting with the digest of the
+seed. So a name can be computed if the parent's digest is known: for a root it is the seed's, for other blocks it is
+known if the parent's name was computed, and with full digests as hashes the event has it. The values hashed with the
+tokens must also be in the event; otherwise the name is skipped and the reason is counted. Without a given hash and
+seed, those of vLLM are tried on chains of plain tokens until one fits; earlier events wait until then.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.prompt_keys import EventExtra
 
 MOST_WAITING: Final = 10_000
-"""How many Stored of a stream wait until a hash is found to fit: those of other engines would wait forever."""
+"""Maximum number of a stream's Stored that wait until a fitting hash is found; those of other engines would wait
+forever.
+"""
 
 MOST_TRIED: Final = 2**16
-"""How many blocks of a stream are tried as the right parent of others, in all, where nothing else shows what is
-wrong with them."""
+"""Maximum number of a stream's blocks that are tried, in total, as the right parent of others if nothing else explains
+their names.
+"""
 
 MOST_CHAINS: Final = 64
-"""On how many chains of a stream hashes are tried."""
+"""Number of a stream's chains on which hashes are tried."""
 
 NEWEST: Final = next(iter(VERSIONS))
 """The release that names blocks if no release is given."""
@@ -49,15 +52,15 @@ _NO_RELEASE = "that carry more than tokens and do not follow by vLLM 0.33, and n
 
 
 def hasher_of(hash: object, seed: object, release: str = NEWEST) -> VllmHasher:  # noqa: A002 - the user's word
-    """Make what names the blocks of a stream.
+    """Make the hasher of a stream's block names.
 
     Args:
         hash: one of `ALGORITHMS`.
-        seed: as PYTHONHASHSEED; None: that of the release where it is not set.
-        release: of vLLM.
+        seed: as PYTHONHASHSEED; None: the release's fixed seed.
+        release: the vLLM release.
 
     Raises:
-        ValueError: the hash is unknown, the seed is invalid, or the release has no seed of its own.
+        ValueError: the hash is unknown, the seed is invalid, or the release has no fixed seed.
     """
     if not isinstance(hash, str) or hash not in ALGORITHMS:
         raise ValueError(unknown_text("hash", hash, ALGORITHMS))
@@ -69,15 +72,15 @@ def hasher_of(hash: object, seed: object, release: str = NEWEST) -> VllmHasher: 
 
 
 def hashers(release: str = NEWEST, hash: str | None = None, seed: str | None = None) -> tuple[VllmHasher, ...]:  # noqa: A002 - as above
-    """Make all that may name the blocks of a stream.
+    """Make all hashers that may name the blocks of a stream.
 
     Args:
-        release: of vLLM.
+        release: the vLLM release.
         hash: see `hasher_of`; None: any.
-        seed: as there; None: "0", and that of the release if there is one.
+        seed: see `hasher_of`; None: "0", and the release's fixed seed if there is one.
 
     Raises:
-        ValueError: there is no such hash, or the seed is invalid.
+        ValueError: the hash is unknown, or the seed is invalid.
     """
     found = []
     for algorithm in ALGORITHMS if hash is None else (hash,):
@@ -88,12 +91,12 @@ def hashers(release: str = NEWEST, hash: str | None = None, seed: str | None = N
 
 
 class Waiting(NamedTuple):
-    """A Stored that is not judged yet.
+    """A Stored that is not checked yet.
 
     Attributes:
         event: the event.
         position: its number in the log.
-        blocks: how many it names.
+        blocks: number of its blocks.
     """
 
     event: RouterEvent
@@ -102,24 +105,23 @@ class Waiting(NamedTuple):
 
 
 class EventNames:
-    """The names of the streams of one source: by what they are computed, and how many were.
+    """The block names of one source's streams: how they are computed, and how many were.
 
     Args:
-        candidates: what may name the blocks; of several, the one that fits the first chain of plain tokens does.
-        release: of vLLM; releases differ in what they hash with tokens.
-        says_keys: whether events have `extra_keys`, where something is hashed with tokens. Without, a name that does
-            not follow is passed over, but where it follows from another parent, or others follow from what it should
-            be.
-        is_given: the only candidate names them, whatever comes.
-        knows_release: whether it is that release. If not, names that carry more than tokens and do not follow are
-            passed over, until one does: another build may hash it in another form, and events do not say which.
+        candidates: the possible hashers; the one that fits the first chain of plain tokens is used.
+        release: the vLLM release; releases differ in the values that they hash with tokens.
+        says_keys: whether events have `extra_keys` if other values are hashed with tokens. If not, a name that does not
+            follow is skipped, unless it follows from another parent, or later names follow from the expected name.
+        is_given: whether the only candidate is certain, whatever the events show.
+        knows_release: whether the release is certain. If not, names with keys that do not follow are skipped until one
+            follows: another build may hash keys in another form, and events do not show which.
 
     Attributes:
         is_given: as given.
-        knows_release: as given, as far as it was found by now.
-        computed: how many names were.
-        skipped: how many were not, by why.
-        found: in words, by what names are computed, as it was given or found.
+        knows_release: as given, or found by now.
+        computed: number of computed names.
+        skipped: number of skipped names, by reason.
+        found: the given or found hashes, as text.
     """
 
     def __init__(
@@ -145,17 +147,17 @@ class EventNames:
         return self  # the key of a source, also when its streams are replayed
 
     def chain(self) -> NameChain:
-        """Make the rule of one stream."""
+        """Make the naming rule of one stream."""
         return NameChain(self)
 
     def taken(self, event: RouterEvent, position: int, chain: NameChain) -> list[Waiting]:
-        """Note that a ledger has taken an event of a stream; return those that are to be judged now, as its hash was
+        """Note that a ledger has taken an event of a stream; return the waiting events to check now if its hash was
         found.
 
         Args:
             event: a Stored.
             position: its number in the log.
-            chain: that of its stream.
+            chain: the rule of its stream.
         """
         waiting = self._waiting.setdefault(event.key, [])
         if chain.is_found:
@@ -170,7 +172,7 @@ class EventNames:
         return []
 
     def close(self) -> None:
-        """Count what waits in vain."""
+        """Count the events that still wait."""
         for waiting in self._waiting.values():
             if waiting:
                 self.skipped[_NO_HASH] += sum(count for _, _, count in waiting)
@@ -178,7 +180,9 @@ class EventNames:
 
     @property
     def text(self) -> str:
-        """In one line how many names were computed, by what, and of how many not and why."""
+        """One line with the number of computed names and their hashes, and the numbers of skipped names with
+        reasons.
+        """
         by = " or ".join(self.found)
         skipped = ", ".join(f"{count:,} {why}" for why, count in self.skipped.most_common())
         left = f"; {self.skipped.total():,} not: {skipped}" if skipped else ""
@@ -190,21 +194,21 @@ def _hasher_text(hasher: Any, roots: bool = True) -> str:
 
 
 def _after(extra: EventExtra | None, place: int) -> EventExtra | None:
-    """The tokens after one block of an event that its name covers."""
+    """Return the look-ahead tokens of one block of an event."""
     ahead = None if extra is None else extra.get(LOOKAHEAD)
     return {LOOKAHEAD: ahead[place : place + 1]} if ahead else None
 
 
 class NameChain(HashChain):
-    """The rule by which one stream of vLLM names its blocks; see `hygiene.content.Chain`.
+    """The naming rule of one vLLM stream; see `hygiene.content.Chain`.
 
     Args:
-        names: of the source.
+        names: the names of the source.
 
     Attributes:
         names: as given.
-        is_found: whether it is known by what hash.
-        waits_for: the last Stored that was not judged, as that is not known yet.
+        is_found: whether its hash is known.
+        waits_for: the last Stored that was not checked because the hash is not known yet.
     """
 
     __slots__ = ("_parents_left", "_roots", "_tries", "_units", "is_found", "names", "waits_for")
@@ -214,15 +218,15 @@ class NameChain(HashChain):
     def __init__(self, names: EventNames) -> None:
         super().__init__(names.candidates[0])
         self.names = names
-        self._roots = True  # whether what stands before a root is known
-        self._units: dict[int, int | None] = {}  # by size of blocks, of how many tokens a digest was found to be
+        self._roots = True  # whether the digest before a root is known
+        self._units: dict[int, int | None] = {}  # by block size, the number of tokens found for each digest
         self._tries, self._parents_left = MOST_CHAINS, MOST_TRIED
         self.is_found = names.is_given
         self.waits_for: Stored | None = None
 
     @property
     def named_by(self) -> str:
-        """Its rule for block names, in words."""
+        """A text that describes its naming rule."""
         return _hasher_text(self._hasher, self._roots)
 
     def expected(
@@ -232,7 +236,7 @@ class NameChain(HashChain):
         block_size: int | None,  # noqa: ARG002 - as its tokens have it
         extra: EventExtra | None = None,
     ) -> Sequence[int] | None:
-        """Return the names that blocks of a Stored should have; None: they cannot be computed. Both are counted."""
+        """Return the expected names of a Stored's blocks; None if they cannot be computed. Both cases are counted."""
         names, count = self.names, len(data.block_hashes)
         if not count:
             return None
@@ -263,7 +267,7 @@ class NameChain(HashChain):
         block_size: int | None,  # noqa: ARG002 - as above
         extra: EventExtra | None = None,
     ) -> int | None:
-        """Return the name of a block below a parent; None: it has no tokens, or is a root and roots are random."""
+        """Return the name of a block below a parent; None if it has no tokens, or is a root and roots are random."""
         if not tokens or (parent is None and not self._roots):
             return None
         return super().name(parent, local, tokens, len(tokens), extra)
@@ -277,7 +281,7 @@ class NameChain(HashChain):
         if digests is not None:
             before, given = digests
             if before is None and not self._roots:
-                before, first = given[0], 1  # of a random root, whose name is known
+                before, first = given[0], 1  # a random root, whose name is known
                 self._digests[blocks[0]] = given[0]
                 names.skipped[_RANDOM_ROOT] += 1
         if before is None and (parent is not None or not self._roots):
@@ -318,7 +322,7 @@ class NameChain(HashChain):
         return False
 
     def _find(self, data: Stored, token_ids: BlockTokens, size: int, extra: EventExtra | None) -> None:
-        """Try by what hash, seed and unit a block has its name: the first of a root, or one whose parent's digest
+        """Search the hash, seed and unit that give a block its name, for a root or a block whose parent's digest
         came.
         """
         digests: tuple[Any, Any] | None = None if extra is None else extra.get(DIGESTS)
@@ -338,7 +342,7 @@ class NameChain(HashChain):
             self._fit(before, token_ids[0], size, names[0], first)
 
     def _fit(self, before: bytes | None, tokens: Sequence[int], size: int, name: int, after: EventExtra | None) -> bool:
-        """Whether something names a block so; it names the others from then on."""
+        """Whether a hasher gives a block this name; it is then used for the other blocks."""
         kept, is_known = self._hasher, self.is_found and (before is not None or self._roots)
         for hasher in (kept,) if is_known else self.names.candidates:
             for unit in (None, *(each for each in range(size - 1, 0, -1) if not size % each)):
@@ -354,7 +358,7 @@ class NameChain(HashChain):
         return False
 
     def _hidden(self, extra: EventExtra | None) -> str | None:
-        """Why names cannot be computed by what travels with an event; None: they can."""
+        """Return why names cannot be computed from an event's fields; None if they can."""
         if extra is None:
             return None
         tagged, keys = self.names.release.tagged_keys, block_keys(extra)
@@ -378,7 +382,7 @@ class NameChain(HashChain):
 
 
 def _size_of(token_ids: BlockTokens | None, count: int) -> int | None:
-    """Tokens a block, where each of `count` blocks has as many; else None."""
+    """Return the tokens per block if all `count` blocks have the same number; else None."""
     try:
         sizes = {*map(len, token_ids)} if token_ids is not None and len(token_ids) == count else ()
     except TypeError:

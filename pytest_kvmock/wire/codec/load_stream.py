@@ -1,4 +1,4 @@
-"""SGLang's load stream: what each rank publishes of its load, when, and at which port.
+"""SGLang's load stream: the messages of each rank's load, and their ports.
 
 Source: `disaggregation/kv_events.py` of 0.5.23.
 """
@@ -18,7 +18,7 @@ _LAST_PORT: Final = 65535
 
 
 def load_frames(number: int, stat: LoadStat) -> list[bytes]:
-    """The three frames of a message: topic, number of 8 bytes big-endian, payload.
+    """Return the three frames of a message: topic, 8-byte big-endian number, payload.
 
     Raises:
         ImportError: msgspec is not installed.
@@ -32,7 +32,7 @@ def read_load(frames: Sequence[bytes]) -> tuple[int, LoadStat]:
     """Read the three frames of a message: its number, and the load.
 
     Raises:
-        ValueError: it is invalid.
+        ValueError: the message is invalid.
         ImportError: msgspec is not installed.
     """
     import msgspec
@@ -47,26 +47,27 @@ def read_load(frames: Sequence[bytes]) -> tuple[int, LoadStat]:
 
 
 def load_rank(*, attn_dp_size: int, attn_dp_rank: int, dp_rank: int | None) -> int:
-    """The rank that a scheduler publishes as: attention DP's where that is on, else the replica's."""
+    """Return the rank that a scheduler publishes as: attention DP's rank if that is on, else the replica's rank."""
     return attn_dp_rank if attn_dp_size > 1 else dp_rank or 0
 
 
 def load_ports(
     option: str | None, *, kv_endpoint: str | None, replay_endpoint: str | None, ranks: int
 ) -> tuple[str, int] | None:
-    """The host and the first port of the load stream (`--load-publish-endpoint`); rank r binds the port + r.
+    """Return the host and first port of the load stream (`--load-publish-endpoint`); rank r binds port + r.
 
     Args:
-        option: as the server has it: None or "off": there is none; "auto": right behind the KV events'; or an endpoint.
-        kv_endpoint: of KV events; None if there are none.
-        replay_endpoint: of their replay; None if there is none.
-        ranks: how many ranks there are.
+        option: the server's option: None or "off" for no stream; "auto" for the ports right after those of KV events;
+            or an endpoint.
+        kv_endpoint: endpoint of KV events; None if there are none.
+        replay_endpoint: endpoint of their replay; None if there is none.
+        ranks: number of ranks.
 
     Returns:
         None if there is no stream.
 
     Raises:
-        ValueError: the server does not start with it.
+        ValueError: the server does not start with this option.
     """
     if option is None or option.lower() == "off":
         return None

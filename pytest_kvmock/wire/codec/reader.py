@@ -1,7 +1,7 @@
-"""A msgpack reader that reports invalid values, and keeps valid ones.
+"""A msgpack reader that reports invalid values and keeps valid ones.
 
-It is used where msgspec refuses a payload: msgspec stops at the first error, has no limit of its own for nesting, and
-keeps the last of two equal keys. Slower by far, and without an import.
+It is used if msgspec refuses a payload: msgspec stops at the first error, has no nesting limit, and keeps the last of
+two equal keys. This reader is much slower, and needs no import.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final
 from pytest_kvmock.wire.codec.defects import WireDefect
 
 MOST_DEPTH: Final = 16
-"""How deep arrays and maps may be nested in an event; engines nest four."""
+"""Maximum nesting depth of arrays and maps in an event; engines nest four."""
 
 
 class ReadError(Exception):
@@ -27,7 +27,7 @@ class ReadError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """A value that has an end, and cannot be read: a text that is not UTF-8, what is nested too deeply, an extension.
+    """A value with a known end that cannot be read: a text that is not UTF-8, too deep nesting, an extension.
 
     Attributes:
         defect: the reason.
@@ -79,7 +79,7 @@ class Reader:
         data: msgpack.
 
     Attributes:
-        position: of the next byte.
+        position: position of the next byte.
     """
 
     __slots__ = ("_data", "position")
@@ -90,11 +90,11 @@ class Reader:
 
     @property
     def rest(self) -> int:
-        """How many bytes are left."""
+        """Number of bytes left."""
         return len(self._data) - self.position
 
     def array_length(self) -> int | None:
-        """Read the head of an array; None, and nothing is read, where the next value is none.
+        """Read the head of an array; if the next value is not an array, return None and read nothing.
 
         Raises:
             ReadError: the payload ends in the head.
@@ -110,10 +110,10 @@ class Reader:
         """Read one value: a scalar, a list, `Pairs`, or `Unreadable`.
 
         Args:
-            depth: in how many arrays and maps it stands.
+            depth: number of arrays and maps around it.
 
         Raises:
-            ReadError: the payload ends in it, or it is not msgpack.
+            ReadError: the payload ends inside the value, or is not msgpack.
         """
         start = self.position
         kind, size = self._head()
@@ -146,7 +146,7 @@ class Reader:
         return data
 
     def skip(self) -> None:
-        """Read over one value, however deep.
+        """Skip one value of any depth.
 
         Raises:
             ReadError: see `value`.
@@ -154,7 +154,7 @@ class Reader:
         self._skip(1)
 
     def _head(self) -> tuple[str, int]:
-        """Read the first byte, and the length where one follows; what comes is "value" where it is a scalar."""
+        """Read the first byte, and the length if one follows; the kind of a scalar is "value"."""
         first = self._take(1)[0]
         if first in _SIZED:
             width, kind = _SIZED[first]
@@ -193,7 +193,7 @@ class Reader:
         return self._data[start : self.position]
 
     def _skip(self, count: int) -> None:
-        """Read over `count` values, however deep."""
+        """Skip `count` values of any depth."""
         sizes: dict[str, Callable[[int], int]] = {"array": lambda size: size, "map": lambda size: 2 * size}
         while count:
             count -= 1

@@ -1,7 +1,7 @@
-"""msgspec's structs, encoders and decoders of a dialect, made from its row.
+"""msgspec's structs, encoders and decoders of a dialect, made from its table row.
 
-Only structs give the bytes of an engine: where vLLM's struct has more than 15 fields, msgspec writes the head of a long
-map, for however few entries. msgspec is an extra, and loaded when the first dialect is used.
+Only structs give the exact bytes of an engine: for vLLM's struct with more than 15 fields, msgspec writes the head of a
+long map even with few entries. msgspec is an extra, and loaded when the first dialect is used.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from msgspec import Raw
 
 MOST_KEPT: Final = 256
-"""Most blocks of an event whose ordinary values are kept."""
+"""Maximum number of blocks of an event whose ordinary values are cached."""
 
 NOTHING: Final = object()
 """Equal to no value of a field."""
@@ -58,15 +58,16 @@ def load_msgspec() -> Any:
 
 
 class Ordinary:
-    """The fields of one kind of event, and what an ordinary engine writes in those that are not the event's own.
+    """The fields of one kind of event, and the values that an ordinary engine writes in the fields other than the
+    event's own.
 
     Args:
-        fields: in order.
+        fields: the fields, in order.
 
     Attributes:
         own: names of the event's own fields, by type.
         others: the other fields.
-        places: of all fields, by name.
+        places: the positions of all fields, by name.
     """
 
     __slots__ = ("_fields", "_kept", "others", "own", "places")
@@ -79,8 +80,8 @@ class Ordinary:
         self._kept: dict[int, list[Any]] = {}
 
     def written(self, blocks: int) -> list[Any]:
-        """Return the fields of an ordinary event of `blocks` blocks, in order, without its own: a list to be filled
-        in.
+        """Return the field values of an ordinary event with `blocks` blocks, in order: a list in which the caller fills
+        in the event's own.
         """
         found = self._kept.get(blocks)
         if found is None:
@@ -91,11 +92,11 @@ class Ordinary:
 
 
 class BlockCutter:
-    """Cuts flat token ids of n whole blocks: what a decoder of events does for each event.
+    """Cuts flat token ids of n full blocks, as a decoder does for each event.
 
     Args:
-        blocks: how many blocks.
-        block_size: tokens a block, at least 1.
+        blocks: number of blocks.
+        block_size: tokens per block, at least 1.
     """
 
     __slots__ = ("_cut", "_pack", "_split")
@@ -111,23 +112,23 @@ class BlockCutter:
         """Return the local hash and the token ids of each block.
 
         Args:
-            tokens: of all blocks.
+            tokens: the token ids of all blocks.
             seed: see `hash_seed`.
 
         Raises:
-            struct.error: one is not a token id, or there are not as many as the blocks have.
+            struct.error: a value is not a token id, or their number does not fit the blocks.
         """
         chunks = self._split(self._pack(*tokens))
         return tuple(map(xxh3_64_intdigest, chunks, repeat(seed))), [*self._cut(tokens)]
 
 
 class Plan(NamedTuple):
-    """How a `BlockStored` of n blocks of one size is read, as nearly all are.
+    """The plan for reading an ordinary `BlockStored` of n blocks of one size; nearly all events are ordinary.
 
     Attributes:
-        cut: cuts its token ids into blocks, and hashes them.
+        cut: cuts its token ids into blocks and hashes them.
         on_device: the fields after the first four of an ordinary event of blocks on the device.
-        elsewhere: those of blocks on the other tiers.
+        elsewhere: the same for blocks on the other tiers.
     """
 
     cut: BlockCutter
@@ -135,23 +136,23 @@ class Plan(NamedTuple):
     elsewhere: list[tuple[list[Any], StorageTier]]
 
     def tier_of(self, others: list[Any]) -> StorageTier | None:
-        """Return where the blocks of an ordinary event are, that are not on the device; None if it is not ordinary."""
+        """Return the tier of an ordinary event below the device; None if the event is not ordinary."""
         return next((tier for ordinary, tier in self.elsewhere if others == ordinary), None)
 
 
 class StoredPlans:
-    """How a `BlockStored` as nearly all are is read and written, by its number of blocks and what goes with that.
+    """The plans for reading and writing an ordinary `BlockStored`, by its number of blocks and further keys.
 
     Args:
         msgspec: the module.
-        dialect: of the events.
+        dialect: the dialect of the events.
 
     Attributes:
-        get: returns hashes, parent, tokens and block size of a struct, and then all other fields in order.
-        begins: the dialect's fields begin with hashes, parent, tokens and block size, as those of all engines.
-        reading: the plans that are kept, by number of blocks and block size; `plan` makes others.
-        on_device: the fields after the first four of an ordinary event of blocks on the device, by number of blocks,
-            as far as they are kept.
+        get: returns hashes, parent, tokens and block size of a struct, then all other fields in order.
+        begins: whether the dialect's fields begin with hashes, parent, tokens and block size, as in all engines.
+        reading: the cached plans, by number of blocks and block size; `plan` makes others.
+        on_device: the fields after the first four of an ordinary event of blocks on the device, by number of blocks, as
+            far as they are cached.
     """
 
     __slots__ = ("_rest", "_tiers", "begins", "get", "on_device", "reading")
@@ -172,7 +173,7 @@ class StoredPlans:
         self.on_device: dict[int, list[Any]] = {}
 
     def plan(self, blocks: int, size: int) -> Plan:
-        """Make the plan for an event of `blocks` blocks, and keep it unless the number is large."""
+        """Make the plan for an event with `blocks` blocks, and cache it unless the number is large."""
         others = {tier: self.rest(blocks, tier) for tier in self._tiers}
         on_device = others.pop(StorageTier.DEVICE, None) or [NOTHING]
         plan = Plan(BlockCutter(blocks, size), on_device, [(rest, tier) for tier, rest in others.items() if rest])
@@ -181,9 +182,7 @@ class StoredPlans:
         return plan
 
     def rest(self, blocks: int, tier: StorageTier) -> list[Any] | None:
-        """Return the fields after the first four of an ordinary event; None if the dialect has no place for the
-        tier.
-        """
+        """Return the fields after the first four of an ordinary event; None if the dialect cannot express the tier."""
         if tier not in self._tiers:
             return None
         rest = [self._tiers[tier] if one.type == "medium" else ordinary_value(one, blocks) for one in self._rest]
@@ -196,24 +195,24 @@ class Structs:
     """Structs, encoder and decoders of one dialect.
 
     Args:
-        dialect: in msgpack.
+        dialect: a dialect in msgpack.
 
     Raises:
         ImportError: msgspec is not installed.
 
     Attributes:
         types: the struct of each tag.
-        stored_with_metadata: as that of `BlockStored`, with the map that follows its fields.
+        stored_with_metadata: the struct of `BlockStored` with the map after its fields.
         tags: the tag of each struct.
-        ordinary: by tag.
-        tiers: the tier of each medium; of None, where the dialect has no media.
-        encode: from anything.
+        ordinary: the ordinary fields of each tag.
+        tiers: the tier of each medium; under None if the dialect has no media.
+        encode: encodes any value.
         batch: decodes a batch to (timestamp, structs, rank).
         event: decodes one event to a struct.
         raw_batch: decodes a batch to (timestamp, events as `msgspec.Raw`, rank).
-        plans: for a `BlockStored` as nearly all are.
-        cleared: the one struct of that tag.
-        errors: what decoders raise.
+        plans: the plans for an ordinary `BlockStored`.
+        cleared: the only struct of that tag.
+        errors: the errors that decoders raise.
     """
 
     def __init__(self, dialect: Dialect) -> None:
@@ -242,9 +241,7 @@ class Structs:
         self.errors: tuple[type[Exception], ...] = (msgspec.MsgspecError, UnicodeError, RecursionError)
 
     def _ordinary_heads(self) -> dict[Tag, bytes]:
-        """The bytes with which an ordinary event of each kind begins: how many entries it has, its tag, its first
-        key.
-        """
+        """Return the first bytes of an ordinary event of each kind: its number of entries, its tag, its first key."""
         heads: dict[Tag, bytes] = {}
         for tag, kind in self.types.items():
             fields = fields_of(self._dialect, tag)
@@ -257,15 +254,15 @@ class Structs:
         return heads
 
     def has_keys_once(self, payload: bytes, counts: Mapping[Tag, int], events: int) -> bool:
-        """Whether a batch that msgspec has read is of ordinary events, and has no key twice.
+        """Whether a batch that msgspec has read has only ordinary events and no duplicate key.
 
-        Each of its events says, in its first bytes, how many entries it has. An ordinary event has no text of its own
-        in which such bytes could stand, so it is enough to count them.
+        The first bytes of each event contain its number of entries. An ordinary event has no free text that could
+        contain such bytes, so counting them is enough.
 
         Args:
             payload: the batch.
-            counts: how many ordinary events of each kind it has.
-            events: how many events it has.
+            counts: the number of ordinary events of each kind.
+            events: the number of events.
         """
         if counts[STORED] == events:
             return payload.count(self._heads[STORED]) == events
@@ -276,7 +273,7 @@ class Structs:
 
 @lru_cache(maxsize=256)
 def structs_of(dialect: Dialect) -> Structs:
-    """Return the structs of a dialect, made once."""
+    """Return the cached structs of a dialect."""
     return Structs(dialect)
 
 
@@ -304,7 +301,7 @@ def _struct(msgspec: Any, dialect: Dialect, tag: Tag, more: list[tuple[str, Any]
 
 
 def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
-    """The type of a field as msgspec checks it: `FIELD_TYPES`, in its words."""
+    """Return the type of a field for msgspec's checks, made from `FIELD_TYPES`."""
     meta, shape = msgspec.Meta, FIELD_TYPES[one.type]
     kind: Any = {"integer": int, "string": str, "anything": Any}.get(shape.item)
     if shape.item == "hash":
@@ -314,7 +311,7 @@ def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
             kind = int
         else:
             kind = Annotated[int, meta(ge=0) if dialect.hashes == "unsigned" else meta(le=2**63 - 1)]
-    elif shape.least is not None and not shape.depth:  # token ids are checked where they are packed
+    elif shape.least is not None and not shape.depth:  # token ids are checked when they are packed
         kind = Annotated[int, meta(ge=least_read(one))]
     for _ in range(shape.depth):
         kind = tuple[kind, ...] if one.is_own else list[kind]
@@ -322,7 +319,7 @@ def _type(msgspec: Any, dialect: Dialect, one: WireField) -> Any:
 
 
 def entries(event: bytes) -> int:
-    """How many entries the map has that an event is written as."""
+    """Return the number of entries of the map that an event is written as."""
     first = event[0]
     if first < 0x90:
         return first & 15

@@ -1,7 +1,7 @@
-"""The dialects in which engines write KV events on a wire, as a table: a new version of an engine is a row.
+"""The table of dialects in which engines write KV events on a wire: a new engine version is a new row.
 
-One subject: what differs between two dialects, and the registry of all dialects. `encoding.py` and
-`decoding.py` write and read them all.
+One subject: the differences between dialects, and the registry of all dialects. `encoding.py` and `decoding.py` write
+and read all of them.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pytest_kvmock.values.events import StorageTier
 # Theory of operation
 #
 # A batch is the array [timestamp, events, data-parallel rank]. An event is an array that begins with its tag and has
-# every field, or a map with the tag under "type" that leaves out fields which have their default. So a dialect is a
-# form and a list of fields in order, each with its type, its default, and what an engine writes there when nothing
-# special is cached. That third column is what makes bytes exact: vLLM 0.33 writes group_idx 0 although its default is
-# None. Release by release: vllm/distributed/kv_events.py from 0.9.2 to 0.33.0, SGLang's disaggregation/kv_events.py
-# from 0.5.9 to 0.5.23.
+# every field, or a map with the tag under "type" that leaves out fields with their default. So a dialect is a form and
+# an ordered list of fields, each with its type, its default, and the value that an engine writes if nothing special is
+# cached. This third column makes the bytes exact: vLLM 0.33 writes group_idx 0 although its default is None. Release by
+# release: vllm/distributed/kv_events.py from 0.9.2 to 0.33.0, SGLang's disaggregation/kv_events.py from 0.5.9 to
+# 0.5.23.
 
 
 def _built_in() -> Iterator[Dialect]:
-    """The rows, oldest first: each is the one before it and what a release changed."""
+    """Yield the rows, oldest first: each is the previous row plus the changes of a release."""
     field, tier = WireField, StorageTier
     hashes, parent, tokens = (
         field("block_hashes", "hashes"),
@@ -67,8 +67,8 @@ def _built_in() -> Iterator[Dialect]:
     release("0.24", "0.24.0", form="map", backend="vllm", version="0.24.0")  # vllm#42892
     with_locality = {"add_stored": (locality,), "add_removed": (locality,), "version": "0.28.0"}
     release("0.28", "0.28.0", replay="topic", **with_locality)  # vllm#45177
-    lookahead = field("lookahead_token_ids", "integer_lists", default=None)  # of each block, those after it
-    # MooncakeStoreConnector writes its own name of a medium (vllm#40900).
+    lookahead = field("lookahead_token_ids", "integer_lists", default=None)  # for each block, the tokens after it
+    # MooncakeStoreConnector writes its own medium name (vllm#40900).
     changes = {"add_removed": (ownership,), "media": {**media, tier.EXTERNAL: "cpu"}, "version": None}
     release("0.33", "0.33.0", add_stored=(ownership, session, lookahead), **changes)
     yield from rows
@@ -127,21 +127,21 @@ def _built_in() -> Iterator[Dialect]:
 
 _BUILT_IN: Final = {dialect.name: dialect for dialect in _built_in()}
 DIALECTS: Final[Mapping[str, Dialect]] = MappingProxyType(_BUILT_IN)
-"""The built-in dialects by name: vLLM's, SGLang's, vLLM's with whole digests, Dynamo's, TensorRT-LLM's."""
+"""The built-in dialects by name: vLLM's, SGLang's, vLLM's with full digests, Dynamo's, TensorRT-LLM's."""
 
 _registered: dict[str, Dialect] = {}
 
 
 def known_dialects() -> dict[str, Dialect]:
-    """The built-in dialects by name, then those that are registered now."""
+    """Return the built-in dialects by name, then the registered ones."""
     return {**DIALECTS, **_registered}
 
 
 @contextmanager
 def registered_dialects(dialects: Mapping[str, Dialect]) -> Iterator[None]:
-    """Register these dialects by name while the context lasts, in place of others but the built-in ones.
+    """Register these dialects by name in this context, replacing all others except the built-in ones.
 
-    The plugin does this for a run of pytest, as with backends.
+    The plugin does this for a pytest run, as with backends.
     """
     if not isinstance(dialects, Mapping) or not all(isinstance(each, Dialect) for each in dialects.values()):
         raise TypeError(f"dialects must map names to Dialects, got {dialects!r:.80}")
@@ -156,12 +156,12 @@ def registered_dialects(dialects: Mapping[str, Dialect]) -> Iterator[None]:
 
 
 def spoken_dialects() -> dict[str, Dialect]:
-    """The dialects of `known_dialects()` that are spoken over ZMQ."""
+    """Return the dialects of `known_dialects()` that are used over ZMQ."""
     return {name: dialect for name, dialect in known_dialects().items() if dialect.replay is not None}
 
 
 def not_spoken_text(name: object) -> str:
-    """The text of a refusal: of a dialect that is not spoken over ZMQ, or of an unknown one."""
+    """Return the error text for a dialect that is unknown or not used over ZMQ."""
     spoken = spoken_dialects()
     given = name.name if isinstance(name, Dialect) else name
     if isinstance(name, Dialect) or (isinstance(given, str) and given in known_dialects()):
@@ -173,7 +173,7 @@ def check_groups(dialect: Dialect) -> None:
     """Check that a dialect can express the events of vLLM's hybrid models.
 
     Raises:
-        ValueError: it cannot (`mocks_groups`).
+        ValueError: it cannot express them (`mocks_groups`).
     """
     if not dialect.mocks_groups:
         able = ", ".join(name for name, each in DIALECTS.items() if each.mocks_groups)
@@ -181,7 +181,7 @@ def check_groups(dialect: Dialect) -> None:
 
 
 def field_names(dialect: Dialect) -> list[str]:
-    """Names of the fields of a dialect, and of all that are known, in order; of keys of their metadata, too."""
+    """Return the field names of a dialect and of all known ones, in order, with the keys of their metadata."""
     names = {
         name: None
         for row in (dialect, *known_dialects().values())
@@ -191,10 +191,10 @@ def field_names(dialect: Dialect) -> list[str]:
 
 
 def find_dialect(name: str | Dialect) -> Dialect:
-    """Look up a dialect by name; a `Dialect` is returned as it is, so that one that is not listed can be used too.
+    """Look up a dialect by name; a `Dialect` is returned unchanged, so that unlisted ones can be used too.
 
     Raises:
-        ValueError: no one has this name; the nearest and the known ones are listed.
+        ValueError: the name is unknown; the message lists the nearest and the known ones.
     """
     if type(name) is Dialect:
         return name

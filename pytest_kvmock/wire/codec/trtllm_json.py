@@ -1,8 +1,7 @@
-"""TensorRT-LLM's JSON form of KV events: a list of new events, as `POST /kv_cache_events` answers.
+"""TensorRT-LLM's JSON form of KV events: a list of new events, as returned by `POST /kv_cache_events`.
 
-Events have ids, ranks and windows of their own; hashes are unsigned numbers of 64 bits, written whole. V2's events say
-besides which layer group they are of and what names their blocks; with `v2_sha256` hashes are whole digests, in
-hexadecimal.
+Events have ids, ranks and windows; hashes are unsigned 64-bit numbers. V2's events also name their layer group and the
+hash algorithm of their blocks; with `v2_sha256`, hashes are full digests in hexadecimal.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from pytest_kvmock.wire.codec.batch import DIGESTS
 from pytest_kvmock.wire.codec.defects import EncodeError, WireDefect, WireProblem, shown
 
 FULL_WINDOW: Final = 2**31 - 1
-"""The window of an event that says none, in tokens: as long as any request."""
+"""The window, in tokens, of an event without one: as long as any request."""
 
 HASH_ALGOS: Final = ("v1_block_key", "v2_sha256", "v2_sha256_64")
-"""What may name the blocks of V2's events."""
+"""The hash algorithms of V2's events."""
 
 _DIGEST_SIZE: Final = 32
 _PRIORITY: Final = 35
@@ -49,10 +48,10 @@ _OUT_OF_RANGE: Final = {
 
 
 def write_events(events: Sequence[RouterEvent]) -> bytes:
-    """Write events as one list, with a newline behind it.
+    """Write events as one list, followed by a newline.
 
     Raises:
-        EncodeError: TensorRT-LLM has no form for one of them.
+        EncodeError: TensorRT-LLM has no form for an event.
     """
     rows = []
     for index, event in enumerate(events):
@@ -64,7 +63,7 @@ def write_events(events: Sequence[RouterEvent]) -> bytes:
 
 
 def event_row(event: RouterEvent) -> dict[str, Any]:
-    """One event in the JSON form, as Python objects.
+    """Return one event in the JSON form, as Python objects.
 
     Raises:
         EncodeError: TensorRT-LLM has no form for it.
@@ -81,7 +80,7 @@ def event_row(event: RouterEvent) -> dict[str, Any]:
 
 
 def _hashes(data: Removed | Stored | Updated, extra: Mapping[str, Any]) -> tuple[int | str | None, list[int | str]]:
-    """The parent and the blocks of an event as they are written: numbers, or digests in hexadecimal."""
+    """Return the parent and blocks of an event in their written form: numbers, or digests in hexadecimal."""
     if DIGESTS in extra:
         parent, digests = extra[DIGESTS]
         return None if parent is None else parent.hex(), [digest.hex() for digest in digests]
@@ -133,7 +132,7 @@ def _diff(pair: tuple[int, int] | None) -> dict[str, Any] | None:
 
 
 class _FlawError(ValueError):
-    """What is wrong with an event: which defect, in which field, what was there and what is expected."""
+    """A flaw of an event: its defect and field, the observed value, and what is expected."""
 
     def __init__(self, defect: WireDefect, field: str, observed: object, expected: str) -> None:
         super().__init__(defect, field, observed, expected)
@@ -143,17 +142,17 @@ class _FlawError(ValueError):
 def read_events(
     payload: bytes, worker_id: int, problems: list[WireProblem], windows: set[int] | None = None
 ) -> tuple[list[RouterEvent], int]:
-    """Read lists of events, one a line, and note in `problems` what is wrong with those that are left out.
+    """Read lists of events, one per line, and note in `problems` the defects of events that are left out.
 
     Args:
-        payload: as it came.
+        payload: the bytes, as received.
         worker_id: the worker that sent it.
         problems: where problems are noted.
-        windows: the windows that were seen before in this stream, to which those of the payload are added: a window's
-            group is its place among them; None: those of the payload alone.
+        windows: the windows seen before in this stream, to which those of the payload are added: a window's group is
+            its place among them; None: only the windows of the payload.
 
     Returns:
-        The good events, and how many there were.
+        The good events, and the number of all events.
     """
     rows: list[Any] = []
     for line in filter(bytes.strip, payload.split(b"\n")):
@@ -203,9 +202,7 @@ def _event_of(row: object, worker_id: int, windows: Sequence[int]) -> RouterEven
 
 
 def _numbered(fields: Mapping[str, Any]) -> tuple[Mapping[str, Any], tuple[bytes | None, tuple[bytes, ...]]]:
-    """An event whose digests are numbers instead, their first 8 bytes; and the parent's digest and those of its
-    blocks.
-    """
+    """Return an event with the first 8 bytes of digests as numbers, and the digests of its parent and blocks."""
     found, parent, digests = dict(fields), None, list[bytes]()
     if fields.get("type") == "removed":
         digests = [_digest(each, "block_hashes") for each in _field(fields, "block_hashes", list)]
@@ -280,7 +277,7 @@ def _numbers(fields: Mapping[str, Any], name: str) -> tuple[int, ...]:
 
 
 def _field(fields: Mapping[str, Any], name: str, kind: type | int) -> Any:
-    """A field that must be there; see `_read`."""
+    """Return a required field; see `_read`."""
     if name not in fields:
         raise _FlawError(WireDefect.MISSING_FIELD, name, "nothing", "a value")
     return _read(fields[name], name, kind)

@@ -1,6 +1,7 @@
-"""What TensorRT-LLM's V2 says over ZMQ: full blocks of the longest window, and nothing of levels. As read, not run.
+"""TensorRT-LLM V2's events over ZMQ: full blocks of the longest window, without levels. From its source, not from a
+run.
 
-Its other form, the JSON that is polled, says all (`trtllm_json`).
+Its other form, the polled JSON, is complete (`trtllm_json`).
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from pytest_kvmock.values.prompt_keys import FULL_ATTENTION
 from pytest_kvmock.wire.codec.defects import EncodeError
 
 TOKENS_PER_BLOCK: Final = "tokens_per_block"
-"""In `RouterEvent.extra` of a Stored, how many tokens a full block has; without it all blocks are full."""
+"""In `RouterEvent.extra` of a Stored, the tokens of a full block; without it all blocks are full."""
 
 
 class WholeBlocks:
-    """Passes the events of one rank as its stream over ZMQ says them.
+    """Converts the events of one rank to those of its stream over ZMQ.
 
-    An Updated, `created`, layer groups but the longest window and blocks that are not full are left out, and so is
-    their Removed. A block that falls stays one of the device until it is lost. Names are the first 8 bytes of sha256,
-    whatever names blocks elsewhere, so that an engine must have them.
+    Updated, `created`, layer groups other than the longest window, and partial blocks with their Removed are left out.
+    An offloaded block counts as on the device until it is lost. Names are always the first 8 bytes of sha256, so the
+    engine must use these.
     """
 
     __slots__ = ("_partial",)
@@ -31,10 +32,10 @@ class WholeBlocks:
         self._partial: set[int] = set()  # names that were left out
 
     def passed(self, events: Sequence[RouterEvent]) -> list[RouterEvent]:
-        """The fields of events that are sent, in order.
+        """Return the events that are sent, in order.
 
         Raises:
-            EncodeError: blocks have other names than by sha256.
+            EncodeError: blocks have names other than sha256.
         """
         found = []
         for index, event in enumerate(events):
@@ -66,7 +67,7 @@ class WholeBlocks:
         return event
 
     def _stored(self, event: RouterEvent, data: Stored) -> RouterEvent | None:
-        """A Stored without its last block, if that is not full: no other can be."""
+        """Return a Stored without its last block if this is partial; no other block can be."""
         sizes = [*map(len, event.token_ids or ())]
         count = len(sizes) - (sizes[-1] < (event.extra or {}).get(TOKENS_PER_BLOCK, sizes[-1]))
         self._partial.update(data.block_hashes[count:])

@@ -1,4 +1,4 @@
-"""What could not be read of a batch: which events, where they are missing, and which dialects would read it."""
+"""The unreadable parts of a batch: which events, where they are missing, and which dialects would read the batch."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from pytest_kvmock.wire.codec.table import spoken_dialects
 
 
 def has_no_events(decoded: Decoded) -> bool:
-    """Whether not even the number of its events could be read of a batch."""
+    """Whether not even the number of a batch's events could be read."""
     return not decoded.num_events and any(problem.event is None for problem in decoded.problems)
 
 
 def is_unreadable(decoded: Decoded) -> bool:
-    """Whether a batch cannot be read at all, or none of its events can."""
+    """Whether a batch, or all of its events, cannot be read."""
     return not decoded.events and (decoded.num_events > 0 or has_no_events(decoded))
 
 
 def events_and_gaps(decoded: Decoded, batch: int) -> Iterator[RouterEvent | str]:
-    """Yield the events of a batch in order, and where some could not be read, a text that says which and why.
+    """Yield the events of a batch in order, and in place of unreadable ones a text that says which and why.
 
     Args:
-        decoded: the contents that were read.
+        decoded: the decoded contents.
         batch: the number of the batch.
     """
     unread = {problem.event: problem for problem in reversed(decoded.problems) if not problem.is_kept}
@@ -60,10 +60,10 @@ def _gap_text(problem: WireProblem, first: int, stop: int, batch: int) -> str:
 
 
 class OtherDialects:
-    """Finds which dialects read what another one does not.
+    """Finds the dialects that can read a batch which another dialect cannot.
 
     Args:
-        dialect: the one that does not.
+        dialect: the other dialect.
     """
 
     __slots__ = ("_dialect", "_found")
@@ -73,9 +73,9 @@ class OtherDialects:
         self._found: list[Dialect] = []
 
     def text(self, payload: bytes, decoded: Decoded) -> str:
-        """What a message adds for a batch that cannot be read: "; it reads as vllm-0.24", or nothing.
+        """Return the addition to the message for an unreadable batch: "; it reads as vllm-0.24", or "".
 
-        Those that read one batch are asked first for the next, as a stream has one dialect.
+        Dialects that read one batch are tried first for the next, because a stream has one dialect.
         """
         if not decoded.num_events:
             return ""

@@ -1,5 +1,5 @@
-"""KV events over real ZMQ sockets: `KvPublisher` is an engine, `KvSubscriber` feeds a harness. They need the extra
-`zmq`.
+"""KV events over real ZMQ sockets: `KvPublisher` publishes as an engine, `KvSubscriber` feeds a harness. They need the
+extra `zmq`.
 """
 
 from typing import TYPE_CHECKING
@@ -25,5 +25,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Loaded on first use: a test of a router needs none of these.
+# Loaded on first use, because a test of a router needs none of these.
 __getattr__ = late_names(__name__, _HOME)

@@ -1,4 +1,4 @@
-"""Endpoints of ZMQ: what may be bound, the endpoint of each rank, and pyzmq itself, which is an extra."""
+"""ZMQ endpoints: checks of bound ones, the endpoint of each rank, and the import of pyzmq, which is an extra."""
 
 from __future__ import annotations
 
@@ -16,21 +16,22 @@ from pytest_kvmock.values.checks import KvMockError, check_integer, install_text
 
 _ADDRESSES: Final = {"tcp": "HOST:PORT", "ipc": "/PATH", "inproc": "NAME"}
 TRANSPORTS: Final = tuple(_ADDRESSES)
-"""The transports that a publisher of a test binds; of tcp, the loopback only."""
+"""The transports that a test's publisher binds; with tcp, only the loopback."""
 
 MOST_IPC: Final = 107
-"""The longest path of an ipc socket, in bytes: `sun_path` has 108, a zero at its end among them."""
+"""The longest path of an ipc socket, in bytes: `sun_path` has 108 bytes, including a final zero."""
 
 _LOOPBACK: Final = re.compile(r"127(\.\d{1,3}){3}|\[::1\]")
 _MOST_TRIES: Final = 100
 _FREE_PORTS: Final = range(20_000, 32_768)
-"""Where runs of ports are looked for: below those that systems give to connections (from 32768 or 49152 on), where
-any number may be taken for a minute after closing."""
+"""The range in which consecutive ports are searched: below the ports that systems give to connections (from 32768 or
+49152 on), because those may stay taken for a minute after closing.
+"""
 MOST_RANKS: Final = 1024
-"""Most ranks that can have ports picked by the system; an engine has some hundred at most."""
+"""Maximum number of ranks with ports picked by the system; an engine has some hundred at most."""
 
 _CLOSING: Final = 1.0
-"""How long a thread of ZMQ may take to close what listened at an endpoint, in seconds."""
+"""How long a ZMQ thread may take to close a listener at an endpoint, in seconds."""
 
 _released: Final[set[str]] = set()
 _names: Final = itertools.count()
@@ -40,7 +41,7 @@ _T = TypeVar("_T")
 
 
 class EndpointError(KvMockError, ValueError):
-    """Raised for an endpoint that cannot be used, or that is taken. The message lists those allowed."""
+    """Raised for an endpoint that cannot be used or is taken. The message lists the allowed ones."""
 
 
 def load_zmq() -> Any:
@@ -57,10 +58,10 @@ def load_zmq() -> Any:
 
 
 def check_context(context: object) -> None:
-    """Raise unless sockets can be made in this: a `zmq.Context` that is open, or None.
+    """Check that a context is an open `zmq.Context`, or None.
 
     Raises:
-        TypeError: it is something else; or a context of asyncio, whose sockets are awaited.
+        TypeError: it is something else, or an asyncio context, whose sockets are awaited.
         ValueError: it is closed.
     """
     zmq = load_zmq()
@@ -76,17 +77,16 @@ def check_context(context: object) -> None:
 
 
 def check_bound(endpoint: str, *, loopback: bool = True) -> str:
-    """Return an endpoint that a publisher may bind, its short forms written out.
+    """Return an endpoint that a publisher may bind, with short forms expanded.
 
-    "tcp" is a port of the loopback that the system picks, "inproc" a name that is free; "ipc" has to be made into a
-    path by the caller.
+    "tcp" becomes a loopback port that the system picks, "inproc" a free name; the caller must turn "ipc" into a path.
 
     Args:
         endpoint: the endpoint.
-        loopback: whether it must be on the loopback, where it is one of tcp.
+        loopback: whether a tcp endpoint must be on the loopback.
 
     Raises:
-        EndpointError: another transport, a tcp address beyond the loopback, or an ipc path that is relative or too
+        EndpointError: the transport is unknown, a tcp address is not on the loopback, or an ipc path is relative or too
             long.
     """
     if not isinstance(endpoint, str):
@@ -123,7 +123,7 @@ def _parts(endpoint: str) -> tuple[str, str]:
     """Return transport and address of an endpoint.
 
     Raises:
-        EndpointError: another transport, no address, or one that cannot be passed on.
+        EndpointError: the transport is unknown, or the address is missing or invalid.
     """
     transport, separator, address = endpoint.partition("://")
     if transport not in TRANSPORTS:
@@ -136,14 +136,14 @@ def _parts(endpoint: str) -> tuple[str, str]:
 
 
 def rank_endpoint(endpoint: str, dp_rank: int) -> str:
-    """Return what a rank makes of an endpoint of KV events or replays, as vLLM and SGLang: of tcp the port plus the
-    rank, of a name in process that with `_dp1` after it. Port 0, which the system picks, stays.
+    """Return a rank's endpoint for KV events or replays, as in vLLM and SGLang: for tcp the port plus the rank, for
+    inproc the name plus `_dp1` and so on. Port 0, which the system picks, stays.
 
     Source: `offset_endpoint_port` of vLLM 0.33.0.
 
     Raises:
-        EndpointError: a rank above 0 has an endpoint of another kind, as ipc, one of tcp without a port, or a port
-            above 65535.
+        EndpointError: a rank above 0 has an endpoint of another kind, such as ipc, tcp without a port, or a port above
+            65535.
     """
     if not endpoint or not dp_rank:
         return endpoint
@@ -159,14 +159,14 @@ def rank_endpoint(endpoint: str, dp_rank: int) -> str:
 
 
 def rank_endpoints(endpoint: str | Sequence[str], ranks: int | None) -> tuple[str, ...]:
-    """Return the endpoints that a subscriber connects to, one a rank.
+    """Return the endpoints that a subscriber connects to, one for each rank.
 
     Args:
-        endpoint: rank 0's, from which the others follow; or one for each rank.
-        ranks: how many; None: as many as there are endpoints.
+        endpoint: the endpoint of rank 0, from which the others follow; or one for each rank.
+        ranks: number of ranks; None: the number of endpoints.
 
     Raises:
-        EndpointError: not an endpoint a rank, or one that cannot be connected to.
+        EndpointError: there is not one endpoint for each rank, or one cannot be connected to.
         ValueError: `ranks` is not an integer of at least 1.
     """
     if ranks is not None:
@@ -188,12 +188,13 @@ def rank_endpoints(endpoint: str | Sequence[str], ranks: int | None) -> tuple[st
 
 
 def bind_ranks(make: Callable[[], _T], endpoint: str, ranks: int) -> tuple[list[_T], tuple[str, ...]]:
-    """Make a socket a rank, and bind them to consecutive ports, or names.
+    """Make one socket for each rank, and bind them to consecutive ports or names.
 
     Args:
-        make: makes a socket of pyzmq.
-        endpoint: of rank 0; with the port `*` the system picks one, or for several ranks ports in a row are looked for.
-        ranks: how many.
+        make: makes a pyzmq socket.
+        endpoint: the endpoint of rank 0; with port `*`, the system picks one, or consecutive ports are searched for
+            several ranks.
+        ranks: number of ranks.
 
     Returns:
         The sockets, and their endpoints.
@@ -236,16 +237,16 @@ def _is_port(text: str) -> bool:
 
 
 def allow_ipv6(socket: Any, endpoint: str) -> None:
-    """Let a socket use an endpoint with an address of IPv6, which ZMQ does not look up by default."""
+    """Let a socket use an endpoint with an IPv6 address, which ZMQ does not resolve by default."""
     if endpoint.startswith("tcp://["):
         socket.set(load_zmq().IPV6, 1)
 
 
 class ClosedAtEnd:
-    """A holder of sockets that is a context manager: its end closes them."""
+    """A context manager that holds sockets and closes them at its end."""
 
     def close(self) -> None:
-        """Close all. A second call does nothing."""
+        """Close all sockets. A second call does nothing."""
         raise NotImplementedError
 
     def __enter__(self) -> Self:
@@ -256,7 +257,7 @@ class ClosedAtEnd:
 
 
 def release(socket: Any) -> None:
-    """Close a socket that was bound; its name is free a moment later, and not only when the context has closed it."""
+    """Close a bound socket; its name is free a moment later, not only when the context has closed it."""
     zmq = load_zmq()
     with suppress(zmq.ZMQError):  # it was not bound, or its context has ended
         endpoint = socket.last_endpoint.rstrip(b"\0").decode()
@@ -266,7 +267,7 @@ def release(socket: Any) -> None:
 
 
 def _bind_when_free(socket: Any, endpoint: str) -> None:
-    """Bind a socket; where one of this process was closed, wait until it has gone."""
+    """Bind a socket; if this process has closed a socket at the endpoint, wait until that is gone."""
     zmq = load_zmq()
     until = monotonic() + (_CLOSING if endpoint in _released else 0.0)
     while True:

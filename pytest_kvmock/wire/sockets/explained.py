@@ -1,4 +1,4 @@
-"""Why a consumer did not answer in time: the lines of a `WireTimeout`, from the batches published and requested."""
+"""Explanations of a consumer's late answer: the lines of a `WireTimeout`, from the published and requested batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pytest_kvmock.wire.sockets.wire_faults import LOSE, WireInjection
 
 _MOST_SHOWN: Final = 5
 _MOST_ELEMENTS: Final = 8
-"""Longer lists and maps show only what differs."""
+"""Longer lists and maps show only their differences."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,12 +22,12 @@ class PublishedRank:
     Attributes:
         dp_rank: the rank.
         endpoint: where it is bound.
-        batches: how many batches it has published.
-        since: for each subscription to its topic, the number of the first batch that was published to it.
-        before: how many it had published before its numbers began again; 0: they never did, or it had published none.
-        unheard: how many of the first batches went out before any subscriber had subscribed.
-        restarted_alone: whether it was restarted, and its worker was not.
-        replays: whether it can be asked for replays.
+        batches: number of published batches.
+        since: for each subscription to its topic, the number of the first batch published to it.
+        before: number of batches before its last restart; 0 if there was no restart, or no batch.
+        unheard: number of first batches that were sent before any subscription.
+        restarted_alone: whether it was restarted without its worker.
+        replays: whether it answers replays.
     """
 
     dp_rank: int
@@ -40,10 +40,10 @@ class PublishedRank:
     replays: bool
 
     def lines(self, asked: Sequence[Replay], injected: Sequence[WireInjection]) -> list[str]:
-        """One line on the batches that it has published, and their consequences.
+        """Return the lines on its published batches and their consequences.
 
         Args:
-            asked: the replays that it was asked for.
+            asked: the replays requested from it.
             injected: the faults that were injected.
         """
         who = f"rank {self.dp_rank}"
@@ -74,11 +74,11 @@ class PublishedRank:
         return lines
 
     def fate(self, number: int, asked: Sequence[Replay], injected: Sequence[WireInjection]) -> str:
-        """The fate of a batch in words: which subscribers got it, what fault changed it, and whether a replay had it.
+        """Describe the fate of a batch: which subscribers got it, what fault changed it, and whether a replay had it.
 
         Args:
-            number: of the batch.
-            asked: the replays that the rank was asked for.
+            number: the number of the batch.
+            asked: the replays requested from the rank.
             injected: the faults that were injected.
         """
         faults = [each.fault for each in injected if each.batch == number]
@@ -99,17 +99,17 @@ class PublishedRank:
 
 
 def batches_text(count: int) -> str:
-    """The first `count` batches in words; empty for none."""
+    """Return the first `count` batches as text; empty for none."""
     return "" if not count else "batch 0" if count == 1 else f"batches 0 to {count - 1}"
 
 
 def inproc_lines(endpoint: str) -> list[str]:
-    """What is added while there is no subscriber: over inproc, that there is one context for all."""
+    """Return the line to add without a subscriber: over inproc, all need the same context."""
     return ["over inproc a subscriber uses the publisher's `context`"] if endpoint.startswith("inproc://") else []
 
 
 def _replay_text(replay: Replay, number: int) -> str:
-    """What the last replay that could have a batch has of it; the one at the start came before it."""
+    """Return a text on the last replay that could include a batch."""
     if number in replay.sent:
         return f"a replay from {replay.start} on was asked for, and had it"
     last = max(replay.sent, default=None)
@@ -138,15 +138,15 @@ def not_settled(
     injected: Sequence[WireInjection],
     more: Sequence[str] = (),
 ) -> WireTimeout:
-    """The error for a consumer that did not answer in time what it should.
+    """Return the error for a consumer that did not give the expected answer in time.
 
     Args:
-        probe: what asked it.
-        answer: what it answered last; an AssertionError that the probe raised.
-        expected: what it should answer; None: anything true.
+        probe: the probe that queried it.
+        answer: its last answer, or the AssertionError that the probe raised.
+        expected: the expected answer; None: any true value.
         timeout: seconds.
-        published: of each rank.
-        replays: the replays that were asked for.
+        published: the published batches of each rank.
+        replays: the requested replays.
         injected: the faults that were injected.
         more: further lines.
     """
@@ -169,7 +169,9 @@ def not_settled(
 
 
 def _differences(answer: Any, expected: Any) -> list[str]:
-    """The elements in which a long list or map differs from the expected one, a line each; none for what is no such."""
+    """Return the elements in which a long list or map differs from the expected one, one line each; empty for other
+    values.
+    """
     if type(answer) is not type(expected) or not isinstance(expected, list | tuple | Mapping):
         return []
     if max(len(answer), len(expected)) <= _MOST_ELEMENTS:

@@ -1,10 +1,9 @@
-"""A publisher of KV events over ZMQ, as an engine has it: batches with numbers, and a replay of those that were missed.
+"""A publisher of KV events over ZMQ, as in an engine: numbered batches, and a replay of missed ones.
 
-One subject: the batches of one engine, on their way out. Theory of operation. Each rank has an XPUB socket, to which a
-subscriber connects as to a PUB, and which reports subscriptions: so a test can wait for them, and loses no batch to one
-that comes late. Batches are sent by the thread that publishes. A thread of the publisher's own answers replays, from
-the ROUTER sockets alone, so that a consumer in the test's thread can ask and wait. `close` ends both, and nothing is
-left open.
+One subject: the sending of one engine's batches. Theory of operation. Each rank has an XPUB socket. Subscribers connect
+to it as to a PUB socket, and it reports subscriptions, so that a test can wait for them and loses no batch to a late
+subscriber. The publishing thread sends the batches. A separate thread answers replays, using only the ROUTER sockets,
+so that a consumer in the test's thread can request and wait. `close` ends both, and leaves nothing open.
 """
 
 from __future__ import annotations
@@ -43,31 +42,30 @@ if TYPE_CHECKING:
 
 
 _LOOKS: Final = 100
-"""Until it finds a subscription, the publisher looks for one before each of a rank's first n batches."""
+"""Number of a rank's first batches before which the publisher looks for a subscription, until it finds one."""
 
 MOST_QUEUED: Final = 2**30
 """The longest queue of a socket: ZMQ counts in 31 bits, and a replay has an end marker."""
 
 _MADE: Final[set[Path]] = set()
-"""The directories for ipc sockets that were made here: one that was removed is made again for the next socket that is
-bound there."""
+"""The directories made here for ipc sockets; a removed one is made again for the next socket that is bound there."""
 
 
 class _PublishedRank:
-    """What one rank has: a socket, the next number, the batches that a replay can have, subscriptions."""
+    """The state of one rank: a socket, the next number, the batches for replays, subscriptions."""
 
     __slots__ = ("before", "buffer", "looks_until", "number", "restarted_alone", "subscriptions", "unheard", "xpub")
 
     def __init__(self, xpub: Any, buffer_steps: int) -> None:
         self.xpub = xpub
-        self.restarted_alone = False  # not with a worker
+        self.restarted_alone = False  # without its worker
         self.buffer: deque[Numbered] = deque(maxlen=buffer_steps)
-        self.subscriptions: list[tuple[bytes, int]] = []  # the topic, and the number that was next when it was seen
+        self.subscriptions: list[tuple[bytes, int]] = []  # the topic, and the next number when it was seen
         self.number = self.before = 0
         self.begin_anew()
 
     def begin_anew(self) -> None:
-        """Number batches from 0, with nothing for a replay; `before` is how many had a number until then."""
+        """Number batches from 0, with an empty replay buffer; `before` is the number of earlier batches."""
         self.before = self.number or self.before
         self.number = self.unheard = 0
         self.looks_until = _LOOKS
@@ -76,43 +74,41 @@ class _PublishedRank:
 
 
 class KvPublisher(Batcher):
-    """Publishes the events of one engine, all ranks, over ZMQ sockets. It is a `Sink`, and a context manager.
+    """Publishes the events of one engine with all its ranks over ZMQ sockets. It is a `Sink` and a context manager.
 
-    Each event is a batch of its own; those that are published within `step()` are one batch a rank, as vLLM's. Block
+    Each event is a separate batch; events published within `step()` become one batch for each rank, as in vLLM. Block
     ids below 2^32 are written as full-width values, one to one (`wire_hash`).
 
     Args:
         dialect: name of the dialect, or a `Dialect`.
-        endpoint: where rank 0 is bound: "tcp" for a port of the loopback that the system picks, "ipc", "inproc", or an
-            endpoint of one of these. Other ranks have the next ports, or the name with `_dp1` after it; with "ipc"
+        endpoint: where rank 0 is bound: "tcp" for a loopback port that the system picks, "ipc", "inproc", or an
+            endpoint of these transports. Other ranks have the next ports, or the name plus `_dp1` and so on; with "ipc"
             there is one rank, as in engines.
-        replay: where replays are asked for: True for an endpoint of the same transport, False for none, or an endpoint.
-        ranks: how many data-parallel ranks.
+        replay: where replays are requested: True for an endpoint of the same transport, False for none, or an endpoint.
+        ranks: number of data-parallel ranks.
         topic: the first frame of each batch; "kv-events", or "kv@POD@MODEL" for llm-d.
-        buffer_steps: how many batches of each rank a replay can have.
+        buffer_steps: maximum number of each rank's batches that a replay can have.
         hwm: high-water mark of a subscriber's queue, in batches.
-        timestamp: returns the timestamp of a batch, in seconds; None: how many there were before, over restarts.
-        digests: of each rank, where the dialect has bytes as hashes.
-        context: a `zmq.Context`; None: one of its own. Over inproc a consumer uses the same one.
-        loopback: False: endpoints of tcp may have any address of this machine, as those of a `KvServer` that was asked
-            to.
+        timestamp: returns the timestamp of a batch, in seconds; None: the number of earlier batches, over restarts.
+        digests: the digests of each rank, if the dialect has bytes as hashes.
+        context: a `zmq.Context`; None: a new one. Over inproc, a consumer must use the same context.
+        loopback: False: tcp endpoints may have any address of this machine, as in a `KvServer` with that setting.
 
     Raises:
-        EndpointError: an endpoint that cannot be bound, or that is taken.
-        ValueError: an unknown dialect, or one that is not spoken over ZMQ; a number out of range; a context that is
-            closed.
-        TypeError: `replay` is neither a bool nor a string; no context; or as of every `Batcher`.
+        EndpointError: an endpoint cannot be bound, or is taken.
+        ValueError: the dialect is unknown or not used over ZMQ, a number is out of range, or the context is closed.
+        TypeError: `replay` is neither a bool nor a string, or `context` is not a context; or as in `Batcher`.
         ImportError: pyzmq or msgspec is not installed.
 
     Attributes:
         dialect: the `Dialect`.
         endpoints: where each rank is bound.
-        replay_endpoints: where each rank is asked for a replay; empty: nowhere.
+        replay_endpoints: where replays of each rank are requested; empty if there are none.
         context: the `zmq.Context`.
         topic: as given.
         buffer_steps: as given.
-        faults: the faults of the wire, to ask for.
-        loads: sends what its engine says of its load (SGLang's load stream); None: nothing does.
+        faults: the faults of the wire, for tests to request.
+        loads: sends the load stream of its engine (SGLang); None: there is none.
     """
 
     loads: LoadSender | None = None
@@ -132,7 +128,7 @@ class KvPublisher(Batcher):
         context: Any = None,
         loopback: bool = True,
     ) -> None:
-        zmq = self._zmq = load_zmq()  # before msgspec is asked for: the extra of sockets has both
+        zmq = self._zmq = load_zmq()  # before msgspec, because the extra of sockets has both
         super().__init__(dialect, ranks=ranks, timestamp=timestamp, digests=digests, widens=True)
         if self.dialect.replay is None:
             raise ValueError(not_spoken_text(self.dialect))
@@ -185,38 +181,36 @@ class KvPublisher(Batcher):
 
     @property
     def endpoint(self) -> str:
-        """Where rank 0 is bound."""
+        """The endpoint of rank 0."""
         return self.endpoints[0]
 
     @property
     def replay_endpoint(self) -> str | None:
-        """Where rank 0 is asked for a replay; None: nowhere."""
+        """The replay endpoint of rank 0; None if there is none."""
         return self.replay_endpoints[0] if self.replay_endpoints else None
 
     @property
     def replays(self) -> list[Replay]:
-        """The replays that were asked for, in order."""
+        """The requested replays, in order."""
         return [] if self._server is None else self._server.replays
 
     # ------------------------------------------------------------------------------------------------ to publish
 
     def publish_payload(self, payload: bytes, dp_rank: int = 0) -> None:
-        """Send bytes as the next batch of a rank: garbage, or what another program has written.
+        """Send bytes as the next batch of a rank: invalid bytes, or those of another program.
 
         Raises:
             TypeError: the payload is not bytes.
-            ValueError: an unknown rank, or a fault that changes events for a publisher that has no such fault.
+            ValueError: the rank is unknown, or a fault that changes events meets a payload that is not a batch.
         """
         with self._lock:
             self._check_open()
             self._write(self.check_rank(dp_rank), as_bytes(payload))
 
     def restart(self, dp_rank: int | None = None) -> None:
-        """Begin again, as after a crash of the engine: batches are numbered from 0, and a replay has none of those
-        before.
+        """Restart, as after a crash of the engine: batches are numbered from 0, and a replay has no earlier ones.
 
-        The engine is not touched: it goes on with its cached blocks. A worker's `restart()` empties it, and restarts
-        its publisher.
+        The engine keeps its cached blocks. A worker's `restart()` empties the engine and restarts its publisher.
 
         Args:
             dp_rank: the rank; None for all.
@@ -227,7 +221,9 @@ class KvPublisher(Batcher):
                 self._ranks[rank].restarted_alone = True
 
     def worker_restarted(self, dp_rank: int) -> None:
-        """Restart a rank whose worker restarts; do nothing without such a rank, or when closed. A harness calls it."""
+        """Restart a rank whose worker restarts; do nothing if there is no such rank, or if closed. A harness calls
+        it.
+        """
         with self._lock:
             super().worker_restarted(dp_rank)
             if dp_rank < self.ranks:
@@ -242,14 +238,13 @@ class KvPublisher(Batcher):
         return begun
 
     def take_over(self, closed: KvPublisher) -> None:
-        """Publish in place of one that was closed, as an engine's process that comes back: to a reader, numbers begin
-        again.
+        """Publish in place of a closed publisher, as a restarted engine process: for a reader, numbers begin again.
 
-        Timestamps go on, so that a batch is never byte for byte one of the former life; faults that wait there stay
-        there.
+        Timestamps continue, so that no batch equals an earlier one byte for byte; waiting faults stay with the closed
+        one.
 
         Raises:
-            ValueError: it is not closed.
+            ValueError: the other publisher is not closed.
         """
         if not closed.closed:
             raise ValueError(f"{closed!r} is open: close it first")
@@ -261,11 +256,11 @@ class KvPublisher(Batcher):
                 self.faults.take_over(closed.faults, dp_rank, published=former.number > 0)
 
     def batches(self, dp_rank: int = 0) -> int:
-        """How many batches of a rank have a number: the number of its next one."""
+        """Return the number of a rank's batches so far, which is the number of its next batch."""
         return self._rank(dp_rank).number
 
     def _write(self, dp_rank: int, payload: bytes) -> None:
-        """Number a payload, let a fault strike it, and send what is left of it."""
+        """Number a payload, let a fault change it, and send the resulting batches."""
         rank = self._ranks[dp_rank]
         if rank.number < rank.looks_until:
             self._look(dp_rank, rank)
@@ -284,7 +279,7 @@ class KvPublisher(Batcher):
             self._send(rank, each)
 
     def _look(self, dp_rank: int, rank: _PublishedRank) -> None:
-        """Look for a subscription before a batch goes out, to name the batch if there is none."""
+        """Look for a subscription before sending a batch, to report the batch if there is none."""
         if any(map(self._topic.startswith, self.subscriptions(dp_rank))):
             rank.looks_until = 0
         else:
@@ -292,14 +287,14 @@ class KvPublisher(Batcher):
 
     def _send(self, rank: _PublishedRank, batch: Numbered) -> None:
         send, more = rank.xpub.send, self._more
-        send(self._topic, more)  # like send_multipart, which checks the type of each frame
+        send(self._topic, more)  # like send_multipart, without its type check of each frame
         send(batch.number.to_bytes(8, "big"), more)
         send(batch.payload)
 
     # ------------------------------------------------------------------------------------------------ to wait
 
     def subscriptions(self, dp_rank: int = 0) -> tuple[bytes, ...]:
-        """The topics that are subscribed to at a rank now, one a subscription: what a topic begins with is enough."""
+        """Return the topics, or prefixes of topics, subscribed to at a rank now, one for each subscription."""
         with self._lock:
             rank = self._rank(dp_rank)
             while not self._closed and rank.xpub.poll(0):
@@ -312,15 +307,15 @@ class KvPublisher(Batcher):
             return tuple(topic for topic, _ in rank.subscriptions)
 
     def wait_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:
-        """Wait until n subscribers have subscribed to the topic, at each rank. Batches published after that reach them.
+        """Wait until n subscribers have subscribed to the topic at each rank. Later batches reach them.
 
         Args:
-            subscribers: how many subscriptions there must be; one that ended does not count.
+            subscribers: required number of subscriptions; ended ones do not count.
             timeout: seconds.
 
         Raises:
             WireTimeout: there were fewer in time; the message lists them.
-            ValueError: a number out of range, or the publisher is closed.
+            ValueError: a number is out of range, or the publisher is closed.
         """
         __tracebackhide__ = True
         missing = self._waits_for(subscribers, timeout, blocks=True)
@@ -328,7 +323,7 @@ class KvPublisher(Batcher):
             self._wait(*waits)
 
     async def await_subscribed(self, subscribers: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
-        """Wait for subscribers, while the loop of asyncio goes on."""
+        """Wait for subscribers while the asyncio loop runs on."""
         __tracebackhide__ = True
         missing = self._waits_for(subscribers, timeout)
         while (waits := missing()) is not None:
@@ -336,20 +331,21 @@ class KvPublisher(Batcher):
             await readable(rest, self._ranks[dp_rank].xpub)
 
     def settle(self, probe: Callable[[], object], expected: object = None, timeout: float = 5.0) -> Any:
-        """Wait until the consumer's own answer shows that it has applied what was published.
+        """Wait until the consumer's answer shows that it has applied the published events.
 
         Args:
-            probe: asks the consumer; called again and again. An AssertionError counts as not yet.
-            expected: what it must answer; None: anything that is true.
+            probe: queries the consumer; called repeatedly. An AssertionError counts as "not yet".
+            expected: the expected answer; None: any true value.
             timeout: seconds.
 
         Returns:
             The answer.
 
         Raises:
-            WireTimeout: it did not in time; with its last answer, and what was published and asked for.
-            TypeError: the probe cannot be called, or is one that is awaited: `asettle` takes it.
-            Exception: whatever else the probe raises.
+            WireTimeout: the answer did not come in time; the message has the last answer, and the published and
+                requested batches.
+            TypeError: the probe cannot be called, or is async; use `asettle` for that.
+            Exception: any other exception of the probe.
         """
         __tracebackhide__ = True
         rest_of = self._settles(probe, expected, timeout, blocks=True)
@@ -369,7 +365,7 @@ class KvPublisher(Batcher):
         expected: object = None,
         timeout: float = 5.0,  # noqa: ASYNC109 - as its twin
     ) -> Any:
-        """Do what `settle` does, with a probe that is awaited, while the loop of asyncio goes on."""
+        """Do the same as `settle` with an async probe, while the asyncio loop runs on."""
         __tracebackhide__ = True
         rest_of = self._settles(probe, expected, timeout)
         while True:
@@ -385,9 +381,9 @@ class KvPublisher(Batcher):
     def _waits_for(
         self, subscribers: int, timeout: float, *, blocks: bool = False
     ) -> Callable[[], tuple[int, float] | None]:
-        """Return what finds the first rank that has fewer subscriptions to its topic, and how long it may still take.
+        """Return a function that finds the first rank with too few subscriptions, and the time left.
 
-        What is returned raises a WireTimeout if no time is left.
+        The function raises a WireTimeout if no time is left.
         """
         check_integer("subscribers", subscribers, 1)
         deadline = Deadline(timeout)
@@ -411,10 +407,9 @@ class KvPublisher(Batcher):
     def _settles(
         self, probe: object, expected: object, timeout: float, *, blocks: bool = False
     ) -> Callable[[object], float | None]:
-        """Return a function of an answer: how long a better one may still take; None: it is the one that was waited
-        for.
+        """Return a function of an answer that returns the time left, or None if the answer is as expected.
 
-        What is returned raises a WireTimeout if no time is left.
+        The function raises a WireTimeout if no time is left.
         """
         if not callable(probe):
             raise TypeError(f"probe is called until it answers as expected; got {probe!r:.80}, which cannot be called")
@@ -429,7 +424,7 @@ class KvPublisher(Batcher):
         return rest_of
 
     def _wait(self, dp_rank: int, rest: float) -> None:
-        """Wait for a subscription at a rank, a few ms at most, so that other threads can publish in between."""
+        """Wait for a subscription at a rank for at most a few ms, so that other threads can publish in between."""
         with self._lock:
             self._check_open()
             self._ranks[dp_rank].xpub.poll(min(POLL_MS, max(1, int(rest * 1000))))
@@ -471,7 +466,7 @@ class KvPublisher(Batcher):
         )
 
     def _published(self, dp_rank: int) -> PublishedRank:
-        """Return what a rank has published, and to whom."""
+        """Return the published batches and the receivers of a rank."""
         self.subscriptions(dp_rank)
         rank = self._ranks[dp_rank]
         return PublishedRank(
@@ -486,13 +481,13 @@ class KvPublisher(Batcher):
         )
 
     def kept(self, dp_rank: int = 0) -> list[Numbered]:
-        """The batches of a rank that a replay can have, oldest first, as they were written."""
+        """Return the batches of a rank that a replay can have, oldest first, as written."""
         with self._lock:
             return list(self._rank(dp_rank).buffer)
 
     def fate(self, number: int, dp_rank: int = 0) -> str:
-        """The fate of a batch of a rank since its numbers began, in words: which subscribers got it, what fault
-        changed it, whether a replay had it.
+        """Describe the fate of a rank's batch since the last restart: which subscribers got it, what fault changed it,
+        whether a replay had it.
         """
         with self._lock:
             published = self._published(self.check_rank(dp_rank))
@@ -501,7 +496,7 @@ class KvPublisher(Batcher):
             return published.fate(number, [each for each in self.replays if each.dp_rank == dp_rank], injected)
 
     def _batches_from(self, dp_rank: int, start: int) -> tuple[list[Numbered], bool]:
-        """What an answer to a replay sends; called in the thread that answers."""
+        """Return the batches of a replay answer; called in the answering thread."""
         with self._lock:
             found = [batch for batch in self._ranks[dp_rank].buffer if batch.number >= start]
             return self.faults.truncated(dp_rank, found)
@@ -511,7 +506,7 @@ class KvPublisher(Batcher):
     def _xpub(self, hwm: int) -> Any:
         zmq = self._zmq
         socket = self.context.socket(zmq.XPUB)
-        socket.set(zmq.XPUB_VERBOSER, 1)  # each subscription, and each that ends, is reported: two may have one topic
+        socket.set(zmq.XPUB_VERBOSER, 1)  # reports each subscription and each end of one, also for equal topics
         socket.set(zmq.SNDHWM, hwm)
         socket.set(zmq.LINGER, 0)
         return socket
@@ -519,13 +514,13 @@ class KvPublisher(Batcher):
     def _router(self, hwm: int) -> Any:
         zmq = self._zmq
         socket = self.context.socket(zmq.ROUTER)
-        socket.set(zmq.SNDHWM, hwm)  # vLLM 0.33: room for the whole buffer
+        socket.set(zmq.SNDHWM, hwm)  # vLLM 0.33: room for the full buffer
         socket.set(zmq.LINGER, 0)
         return socket
 
     def _written_out(self, endpoint: Any, name: str) -> Any:
-        """An endpoint; "ipc" alone as a path in a new directory. That of one that was closed gets its directory
-        back.
+        """Return an endpoint, with "ipc" alone as a path in a new directory. A path of a closed publisher gets its
+        directory back.
         """
         if endpoint == "ipc":
             if self._made is None:
@@ -543,8 +538,8 @@ class KvPublisher(Batcher):
         return self._ranks[self.check_rank(dp_rank)]
 
     def close(self) -> None:
-        """Close the sockets and end the thread; what a subscriber has not read yet may be lost. Twice is not an
-        error.
+        """Close the sockets and end the thread; batches that a subscriber has not read may be lost. A second call does
+        nothing.
         """
         with self._lock:
             if self._closed:

@@ -1,12 +1,12 @@
-"""A subscriber to KV events over ZMQ: it feeds a sink from any publisher, requests missed batches, and reports those it
-did not get.
+"""A subscriber to KV events over ZMQ: it feeds a sink from any publisher, requests missed batches, and reports lost
+ones.
 
-One subject: the batches of one engine, as they arrive. Theory of operation. Batches of a rank are numbered from 0. The
-next one is decoded, and its events go to the sink. A later number is a gap: missing batches are requested (`replay`),
-and the answer is applied first. A number that was there before is a repeat where the bytes are the same; else the
-engine has begun again. What could not be had, or not be read, is lost: it is in `lost`, and is reported to the sink's
-owner, as its view of the engine is incomplete from there on; single events that could not be read are reported in their
-place among the others. There is no thread: `receive` and `poll` do the work.
+One subject: the arriving batches of one engine. Theory of operation. Batches of a rank are numbered from 0. The next
+one is decoded, and its events go to the sink. A later number shows a gap: missing batches are requested (`replay`), and
+the answer is applied first. An earlier number is a repeat if the bytes are the same; otherwise the engine has
+restarted. Batches that could not be obtained or read are lost: they are in `lost`, and are reported to the sink's
+owner, because its view of the engine is incomplete from then on. Single unreadable events are reported at their place
+among the others. There is no thread: `receive` and `poll` do the work.
 """
 
 from __future__ import annotations
@@ -31,25 +31,27 @@ from pytest_kvmock.wire.sockets.waiting import Deadline, WireTimeout, loop_lines
 
 _T = TypeVar("_T")
 _Waits: TypeAlias = Generator[Any, bool, _T]
-"""What yields a socket where it waits for a reply, and is sent whether there is one; by that it blocks, or is
-awaited."""
+"""A generator that yields a socket when it waits for a reply, and is sent whether there is one; the caller blocks or
+awaits.
+"""
 
 MOST_REMEMBERED: Final = 10_000
-"""How many batches of a rank are remembered, to tell a repeat from a restart; older ones are recognized by their
-timestamps."""
+"""Number of a rank's batches that are remembered to tell a repeat from a restart; older ones are recognized by their
+timestamps.
+"""
 
 _NUMBER: Final = "8 bytes with the number of the batch"
 
 
 class _SubscribedRank:
-    """What is known of one rank."""
+    """The state of one rank."""
 
     __slots__ = ("brought", "dealer", "due", "due_before", "latest", "next_event_id", "seen", "sub")
 
     def __init__(self, sub: Any) -> None:
         self.sub = sub
         self.dealer: Any = None
-        self.due_before = 0  # the number that was due when they began again; 0: they never did
+        self.due_before = 0  # the number that was due at the last restart; 0: there was none
         self.begin_anew()
 
     def begin_anew(self) -> None:
@@ -58,47 +60,49 @@ class _SubscribedRank:
         self.next_event_id = 0
         self.seen: OrderedDict[int, int] = OrderedDict()
         self.brought: set[int] = set()  # by replays; each may also arrive live
-        self.latest: float | None = None  # timestamp of the last batch that was applied
+        self.latest: float | None = None  # timestamp of the last applied batch
 
 
 class KvSubscriber:
-    """Subscribes to the batches of one engine, and gives their events to a sink, in order. A context manager.
+    """Subscribes to the batches of one engine and passes their events to a sink, in order. It is a context manager.
 
-    Events get ids from 0 on for each rank, as a wire counts batches only. What cannot be read is reported by `on_loss`;
-    where nothing is called for losses, an event that cannot be read leaves a gap of ids. Over Dynamo's dialects events
-    have their own ids.
+    Events get ids from 0 on for each rank, because a wire numbers only batches. Unreadable events are reported by
+    `on_loss`; without a function for losses, an unreadable event leaves a gap of ids. In Dynamo's dialects, events have
+    ids.
 
     Args:
-        endpoint: where the publisher is bound: that of rank 0, or one a rank.
+        endpoint: where the publisher is bound: the endpoint of rank 0, or one for each rank.
         sink: called with each `RouterEvent`: a `KvSink` of `make_kv_sink`, the `apply` of an index, `list.append`; or
             `harness.apply` for a `worker_id` that is not a mock engine of this harness.
         dialect: name of the publisher's dialect, or a `Dialect`.
-        replay: where what was missed is asked for: that of rank 0, or one a rank; None: nowhere.
-        worker_id: whose events they are.
-        ranks: how many ranks; None: one for each endpoint that is given.
-        topic: what the topic of a batch must begin with.
-        from_start: whether batches before the first that arrives are missing. If not, the stream begins with that one.
-        on_loss: called for what could not be had or read; None: what `losses_at(endpoints)` returns, where `sink` is a
-            `KvSink`, a method of one or of a harness (a `Receiver`), and else nothing.
-        replay_timeout: how many seconds an answer may take from one message to the next.
-        context: a `zmq.Context`; None: one of its own. Over inproc it is the publisher's.
+        replay: where missed batches are requested: the endpoint of rank 0, or one for each rank; None: nowhere.
+        worker_id: the worker of the events.
+        ranks: number of ranks; None: the number of given endpoints.
+        topic: the required prefix of a batch's topic.
+        from_start: whether batches before the first one to arrive count as missing. If not, the stream begins with that
+            batch.
+        on_loss: called for batches or events that could not be obtained or read; None: the function that
+            `losses_at(endpoints)` returns if `sink` is a `KvSink`, or a method of one or of a harness (a `Receiver`);
+            otherwise nothing.
+        replay_timeout: maximum seconds from one message of an answer to the next.
+        context: a `zmq.Context`; None: a new one. Over inproc it must be the publisher's.
 
     Raises:
-        EndpointError: endpoints that cannot be connected to, or not one a rank.
-        ValueError: an unknown dialect, a number out of range, or a context that is closed; or a sink that publishes at
-            one of the endpoints what it is given.
-        TypeError: the sink or `on_loss` cannot be called, the topic is not a string, `from_start` no bool, or the
-            context none.
+        EndpointError: an endpoint cannot be connected to, or there is not one for each rank.
+        ValueError: the dialect is unknown, a number is out of range, the context is closed, or the sink publishes its
+            events at one of the endpoints.
+        TypeError: the sink or `on_loss` cannot be called, the topic is not a string, `from_start` not a bool, or
+            `context` not a context.
         ImportError: pyzmq or msgspec is not installed.
 
     Attributes:
-        batches: how many batches were applied.
-        events: how many events the sink was given.
-        duplicates: how many batches came again.
-        unreadable: how many batches came of which nothing could be read; they are in `lost`.
-        recovered: ranges of batches that replays brought, each with its rank.
-        lost: what could not be had, or of which nothing could be read.
-        problems: what was wrong with messages.
+        batches: number of applied batches.
+        events: number of events passed to the sink.
+        duplicates: number of repeated batches.
+        unreadable: number of arrived batches without any readable event; they are in `lost`.
+        recovered: ranges of batches obtained by replays, each with its rank.
+        lost: batches that could not be obtained, or had no readable event.
+        problems: problems of messages.
     """
 
     def __init__(
@@ -158,7 +162,7 @@ class KvSubscriber:
             raise
 
     def _check_no_loop(self, receiver: Receiver) -> None:
-        """Refuse a harness that publishes at one of the endpoints what it is given: each event would come again."""
+        """Refuse a harness that publishes its events at one of the endpoints, because each event would arrive again."""
         for publisher, worker_id in receiver.sinks_of(self.worker_id):
             bound = publisher.endpoints if isinstance(publisher, KvPublisher) else ()
             shared = [each for each in self.endpoints if each in bound]
@@ -183,15 +187,15 @@ class KvSubscriber:
     # ------------------------------------------------------------------------------------------------ to receive
 
     def receive(self, batches: int = 1, timeout: float = 5.0) -> None:
-        """Wait until n more batches were applied, or counted as lost; those of replays count, repeats do not.
+        """Wait until n more batches were applied or counted as lost; replayed batches count, repeats do not.
 
         Args:
-            batches: how many.
+            batches: number of batches.
             timeout: seconds.
 
         Raises:
-            WireTimeout: they did not arrive in time; the message tells what did.
-            Exception: what the sink raises; the rest of the events of that batch is not given to it.
+            WireTimeout: they did not arrive in time; the message says what arrived.
+            Exception: any exception of the sink; it does not get the remaining events of that batch.
         """
         __tracebackhide__ = True
         wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
@@ -201,7 +205,7 @@ class KvSubscriber:
             )
 
     async def areceive(self, batches: int = 1, timeout: float = 5.0) -> None:  # noqa: ASYNC109 - as its twin
-        """Receive while the loop of asyncio goes on, in a replay too; several tasks take turns."""
+        """Receive while the asyncio loop runs on, also during a replay; several tasks take turns."""
         __tracebackhide__ = True
         wanted, deadline = self._done() + check_integer("batches", batches, 1), Deadline(timeout)
         while self._done() < wanted:
@@ -213,7 +217,7 @@ class KvSubscriber:
         """Take the messages that have arrived; if there are none, wait `timeout` seconds for one.
 
         Returns:
-            How many messages there were.
+            The number of messages.
 
         Raises:
             ValueError: the subscriber is closed, a task awaits a replay, or the timeout is not a finite number of at
@@ -223,7 +227,7 @@ class KvSubscriber:
         return self._do(self._taken(timeout))
 
     def _taken(self, timeout: float) -> _Waits[int]:
-        """Take what is there, or comes within `timeout` seconds; return the number of messages."""
+        """Take the messages that are there or arrive within `timeout` seconds; return their number."""
         self._check_open()
         check_number("timeout", timeout, unit=" seconds")
         zmq = self._zmq
@@ -245,10 +249,10 @@ class KvSubscriber:
         return messages
 
     def catch_up(self) -> int:
-        """Ask for all batches from the next one on, of each rank, without waiting for a gap to show.
+        """Request all batches of each rank from the next one on, without waiting for a gap.
 
         Returns:
-            How many were applied.
+            The number of applied batches.
 
         Raises:
             ValueError: the subscriber was made without `replay`, or is closed, or a task awaits a replay.
@@ -257,7 +261,7 @@ class KvSubscriber:
         return self._do(self._caught_up())
 
     async def acatch_up(self) -> int:
-        """Catch up while the loop of asyncio goes on."""
+        """Catch up while the asyncio loop runs on."""
         self._check_free()
         return await self._ado(self._caught_up())
 
@@ -296,9 +300,7 @@ class KvSubscriber:
     # ------------------------------------------------------------------------------------------------ batches
 
     def _message(self, dp_rank: int, rank: _SubscribedRank, frames: list[bytes]) -> _Waits[None] | None:
-        """Take one message: topic, number, payload. Return what is to be done yet, by a replay; None if there is
-        nothing.
-        """
+        """Take one message: topic, number, payload. Return the remaining work of a replay; None if there is none."""
         if len(frames) != 3 or len(frames[1]) != 8:
             got = f"{len(frames)} frames" if len(frames) != 3 else f"{len(frames[1])} bytes for a number"
             self.problems.append(BatchProblem(dp_rank, None, f"expected topic, {_NUMBER}, payload; got {got}"))
@@ -315,9 +317,7 @@ class KvSubscriber:
         return self._in_turn(dp_rank, rank, number, payload)
 
     def _begins_anew(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes) -> bool:
-        """Take a batch whose number is not above the last one. Return whether it is the first of a publisher that
-        began again.
-        """
+        """Take a batch whose number is not above the last one. Return whether it is the first one after a restart."""
         due = rank.due or 0
         was = rank.seen.get(number)
         is_repeat, was_brought = was == hash(payload), number in rank.brought
@@ -348,15 +348,15 @@ class KvSubscriber:
         return True
 
     def _after_gap(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes) -> _Waits[None]:
-        """Close the gap before a batch by a replay, and take the batch."""
+        """Close the gap before a batch by a replay, then take the batch."""
         yield from self._recover(dp_rank, rank, number)
         waits = self._in_turn(dp_rank, rank, number, payload)
         if waits is not None:
             yield from waits
 
     def _in_turn(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes) -> _Waits[None] | None:
-        """Apply a batch, unless a replay has brought it. Return what recovers one that cannot be read; None: nothing
-        is to be done.
+        """Apply a batch unless a replay has brought it. Return the work that recovers an unreadable one; None if there
+        is none.
         """
         if number == rank.due:
             decoded = self._decoded(dp_rank, rank, payload)
@@ -367,7 +367,9 @@ class KvSubscriber:
         return None
 
     def _recover(self, dp_rank: int, rank: _SubscribedRank, stop: int) -> _Waits[None]:
-        """Ask for batches from the next one on, and apply what comes; what is missing then below `stop` is lost."""
+        """Request batches from the next one on, and apply the answer; batches below `stop` that are still missing are
+        lost.
+        """
         due = rank.due or 0
         first = due
         why = "did not arrive, and a replay had no such batches any more"
@@ -411,7 +413,7 @@ class KvSubscriber:
             self._lose(dp_rank, rank, stop, why)
 
     def _do(self, waits: _Waits[_T]) -> _T:
-        """Do what waits for replies, and block while it does."""
+        """Do the work and block while it waits for replies."""
         try:
             socket = next(waits)
             while True:
@@ -422,7 +424,7 @@ class KvSubscriber:
             waits.close()
 
     async def _ado(self, waits: _Waits[_T]) -> _T:
-        """The same, while the loop of asyncio goes on."""
+        """Do the work while the asyncio loop runs on."""
         self._is_awaiting = True
         try:
             socket = next(waits)
@@ -444,9 +446,7 @@ class KvSubscriber:
         return decode(payload, self.dialect, worker_id=self.worker_id, dp_rank=dp_rank, first_event_id=first)
 
     def _apply(self, dp_rank: int, rank: _SubscribedRank, number: int, payload: bytes, decoded: Decoded) -> bool:
-        """Give the events of a batch to the sink. Return whether any could be read; a batch of which none can is
-        lost.
-        """
+        """Pass the events of a batch to the sink. Return whether any could be read; otherwise the batch is lost."""
         self._note(dp_rank, number, decoded)
         rank.seen[number] = hash(payload)
         if len(rank.seen) > MOST_REMEMBERED:
@@ -473,8 +473,8 @@ class KvSubscriber:
     def _give_in_part(
         self, dp_rank: int, rank: _SubscribedRank, number: int, decoded: Decoded, on_loss: LostBatches
     ) -> None:
-        """Give the events that could be read to the sink, and report those that could not where they are missing."""
-        if self.dialect.is_msgpack:  # that they are missing is reported once: their ids are not a gap on top of that
+        """Pass the readable events to the sink, and report unreadable ones where they are missing."""
+        if self.dialect.is_msgpack:  # missing events are reported once, so their ids must not also leave a gap
             for event_id, event in enumerate(decoded.events, rank.next_event_id):
                 event.event.event_id = event_id
             rank.next_event_id += len(decoded.events)
@@ -511,7 +511,7 @@ class KvSubscriber:
         zmq = self._zmq
         socket = self.context.socket(kind)
         socket.set(zmq.LINGER, 0)
-        socket.set(zmq.RCVHWM, 0)  # all that the publisher sends is taken
+        socket.set(zmq.RCVHWM, 0)  # unlimited: everything that the publisher sends is taken
         allow_ipv6(socket, endpoint)
         try:
             socket.connect(endpoint)
@@ -541,7 +541,5 @@ class KvSubscriber:
 
 
 def _is_later(timestamp: float | None, latest: float | None) -> bool:
-    """Whether a batch was written after the last one that was applied; where one has no timestamp, that is not
-    known.
-    """
+    """Whether a batch was written after the last applied one; False if a timestamp is missing."""
     return timestamp is not None and latest is not None and timestamp > latest

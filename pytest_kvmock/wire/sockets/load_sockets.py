@@ -1,7 +1,7 @@
-"""SGLang's load stream over ZMQ: what its ranks send, with faults, and a reader of it.
+"""SGLang's load stream over ZMQ: a sender for its ranks, with faults, and a reader.
 
-One subject: messages of loads on their way. They have no replay, and a full queue drops them silently: the next message
-takes the place of one that is lost.
+One subject: the transport of load messages. They have no replay, and a full queue drops them silently; the next message
+replaces a lost one.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from pytest_kvmock.wire.codec.load_stream import LOAD_TOPIC, load_frames, read_l
 from pytest_kvmock.wire.sockets.endpoints import ClosedAtEnd, allow_ipv6, bind_ranks, load_zmq, rank_endpoints, release
 
 QUEUED: Final = 8
-"""The high-water mark of a sender: what does not fit is dropped (`LOAD_PUB_HWM` of SGLang)."""
+"""The high-water mark of a sender, beyond which messages are dropped (`LOAD_PUB_HWM` of SGLang)."""
 
 _Message = list[bytes]
 _Change = Callable[[_Message, _Message | None], list[_Message]]
-"""What is sent in place of a message, given the one that the rank sent before."""
+"""Returns the messages to send in place of one, given the rank's previous message."""
 
 
 class _PlannedFault:
-    """A fault that waits for its message: its name, the rank that it strikes, and what it does."""
+    """A fault that waits for its message: its name, its rank, and its change."""
 
     __slots__ = ("change", "name", "rank")
 
@@ -35,13 +35,13 @@ class _PlannedFault:
 
 
 class LoadFaults:
-    """The faults of a load stream, asked for in a test: each strikes the next messages, in the order asked for.
+    """The faults of a load stream, requested by a test: each changes the next messages, in the order of the requests.
 
     Args:
         check_rank: raises a ValueError for an unknown rank.
 
     Attributes:
-        injected: of each message that a fault changed: the fault, the rank and the number of the message.
+        injected: for each changed message, the fault, the rank and the number of the message.
     """
 
     def __init__(self, check_rank: Callable[[int], int]) -> None:
@@ -52,11 +52,11 @@ class LoadFaults:
         self._before: dict[int, _Message] = {}
 
     def lose(self, messages: int = 1, *, dp_rank: int | None = None) -> None:
-        """Lose the next messages on their way."""
+        """Lose the next messages."""
         self._plan("lose", messages, dp_rank, lambda *_: [])
 
     def late(self, messages: int = 1, *, dp_rank: int | None = None) -> None:
-        """Hold the next messages back until the one after them has been sent: they arrive in the wrong order."""
+        """Hold the next messages back until the following one has been sent, so that they arrive out of order."""
         held: list[_Message] = []
 
         def hold(message: _Message, _: _Message | None) -> list[_Message]:
@@ -66,30 +66,30 @@ class LoadFaults:
         self._plan("late", check_integer("messages", messages, 1) + 1, dp_rank, hold)
 
     def cut(self, messages: int = 1, *, entries: int = FIRST_VERSION, dp_rank: int | None = None) -> None:
-        """Send the next messages with their first entries alone, as an older worker does."""
+        """Send the next messages with only their first entries, as an older worker does."""
         check_integer("entries", entries, 1)
         self._plan("cut", messages, dp_rank, lambda message, _: [_resized(message, lambda rows: rows[:entries])])
 
     def extend(self, messages: int = 1, *, dp_rank: int | None = None) -> None:
-        """Send the next messages with an entry more, as a later worker may."""
+        """Send the next messages with one more entry, as a later worker may."""
         self._plan("extend", messages, dp_rank, lambda message, _: [_resized(message, lambda rows: [*rows, 0])])
 
     def freeze(self, messages: int = 1, *, dp_rank: int | None = None) -> None:
-        """Have the next messages say the load of the one before them, as a rank does whose counts are stuck."""
+        """Send the next messages with the load of the previous one, like a rank with stuck counters."""
         self._plan("freeze", messages, dp_rank, lambda message, before: [[*message[:2], (before or message)[2]]])
 
     def jump(self, numbers: int = 1, *, dp_rank: int = 0) -> None:
-        """Leave numbers out from the next message of a rank on, as sends that failed do."""
+        """Skip numbers before the next message of a rank, as failed sends do."""
         check_integer("numbers", numbers, 1)
         rank = self._check_rank(dp_rank)
         self._jumps[rank] = self._jumps.get(rank, 0) + numbers
 
     def take_jump(self, dp_rank: int) -> int:
-        """How many numbers are left out now."""
+        """Return the count of numbers to skip now."""
         return self._jumps.pop(dp_rank, 0)
 
     def strike(self, dp_rank: int, message: _Message) -> list[_Message]:
-        """What is sent in place of a message of a rank."""
+        """Return the messages to send in place of a rank's message."""
         sent = [message]
         found = next((each for each in self._planned if each.rank in (None, dp_rank)), None)
         if found is not None:
@@ -105,7 +105,7 @@ class LoadFaults:
 
     @property
     def unused(self) -> list[str]:
-        """Faults that were asked for and have had no message yet, as text."""
+        """The requested faults that have not changed a message yet, as text."""
         left = Counter(each.name for each in list(self._planned)) + Counter(jump=len(self._jumps))
         return [f"{name} of loads ({count} left)" for name, count in left.items()]
 
@@ -117,20 +117,20 @@ class LoadFaults:
 
 
 class LoadSender:
-    """Sends the loads of the ranks of one worker, each at a port of its own.
+    """Sends the loads of one worker's ranks, each at a separate port.
 
     Args:
-        endpoint: where rank 0 is bound, as `KvPublisher` takes it; rank r has the port + r.
-        ranks: how many there are.
-        interval: of calls that are not forced, every n-th goes on (`--load-snapshot-publish-interval`).
+        endpoint: where rank 0 is bound, in the forms of `KvPublisher`; rank r has port + r.
+        ranks: number of ranks.
+        interval: every n-th call that is not forced publishes (`--load-snapshot-publish-interval`).
         clock: the time in seconds, for heartbeats.
 
     Raises:
-        EndpointError: it cannot be bound, or is taken.
+        EndpointError: the endpoint cannot be bound, or is taken.
 
     Attributes:
         endpoints: where each rank is bound.
-        faults: the faults of the stream, to ask for.
+        faults: the faults of the stream, for tests to request.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class LoadSender:
         return dp_rank
 
     def call(self, dp_rank: int, read: Callable[[], LoadStat], *, force: bool = False) -> None:
-        """Count a call of a rank, and send its load if it is due; else it is not read."""
+        """Count a call of a rank; read and send its load if it is due."""
         with self._lock:
             cadence = self._cadences[dp_rank]
             if self._context.closed or not cadence.is_due(force=force):
@@ -185,7 +185,7 @@ class LoadSender:
                     break
 
     def restart(self) -> None:
-        """Begin as a process that has sent nothing: numbers begin with 0."""
+        """Reset to a process that has sent nothing: numbers begin with 0."""
         with self._lock:
             self._cadences = [LoadPublisher(self._interval) for _ in self._cadences]
 
@@ -199,15 +199,15 @@ class LoadSender:
 
 
 class LoadSubscriber(ClosedAtEnd):
-    """Reads the load streams of the ranks of one worker. It is a context manager.
+    """Reads the load streams of one worker's ranks. It is a context manager.
 
     Args:
-        endpoint: rank 0's, from which the others follow; or one for each rank.
-        ranks: how many; None: as many as there are endpoints.
-        clock: the time in seconds, for the age of what was read.
+        endpoint: the endpoint of rank 0, from which the others follow; or one for each rank.
+        ranks: number of ranks; None: the number of endpoints.
+        clock: the time in seconds, for the age of readings.
 
     Attributes:
-        unread: what was wrong with messages that could not be read, a line each.
+        unread: the problems of unreadable messages, one line each.
     """
 
     def __init__(
@@ -232,13 +232,13 @@ class LoadSubscriber(ClosedAtEnd):
             self._sockets.append(socket)
 
     def read(self, timeout_s: float = 0.0) -> dict[int, LoadReading]:
-        """What is known of each rank that has said anything, once all that came by now is read.
+        """Read all messages that have arrived; return the last reading of each rank that has sent one.
 
-        The port tells the rank. A number that is lower than the last one is a late message, unless it is 0: then the
+        The port determines the rank. A number below the last one means a late message, except 0, which means that the
         worker has restarted.
 
         Args:
-            timeout_s: how long to wait for a message if none has come.
+            timeout_s: how long to wait for a message if none has arrived.
         """
         zmq = load_zmq()
         poller = zmq.Poller()
@@ -272,7 +272,7 @@ class LoadSubscriber(ClosedAtEnd):
 
 
 def _resized(message: _Message, change: Callable[[list[Any]], list[Any]]) -> _Message:
-    """A message whose payload has other entries."""
+    """Return a message with changed payload entries."""
     import msgspec
 
     return [*message[:2], msgspec.msgpack.encode(change(msgspec.msgpack.decode(message[2])))]

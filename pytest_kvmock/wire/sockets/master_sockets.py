@@ -1,4 +1,4 @@
-"""The stream of Mooncake's master over ZMQ: three frames a message, published by no engine, and a reader of it."""
+"""The stream of Mooncake's master over ZMQ: a publisher (not an engine) and a reader of messages with three frames."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _FRAMES: Final = 3
 
 
 def master_frames(message: MasterMessage) -> list[bytes]:
-    """The frames of a message: an empty topic, its number, and `[milliseconds, events, rank]`.
+    """Return the frames of a message: an empty topic, its number, and `[milliseconds, events, rank]`.
 
     Raises:
         ImportError: msgspec is not installed.
@@ -39,7 +39,7 @@ def read_master(frames: list[bytes]) -> MasterMessage:
     """Read the frames of a message.
 
     Raises:
-        ValueError: they are none; the message is one line.
+        ValueError: the frames are invalid; the error is one line.
     """
     import msgspec
 
@@ -55,13 +55,13 @@ def read_master(frames: list[bytes]) -> MasterMessage:
 
 
 class MasterPublisher(ClosedAtEnd):
-    """Publishes what a master says, at a port of its own: `master.listeners.append(publisher.publish)`.
+    """Publishes the messages of a master at a separate port: `master.listeners.append(publisher.publish)`.
 
     Args:
         endpoint: where it is bound, as `KvPublisher` takes it.
 
     Raises:
-        EndpointError: it cannot be bound, or is taken.
+        EndpointError: the endpoint cannot be bound, or is taken.
 
     Attributes:
         endpoint: where it is bound.
@@ -79,7 +79,7 @@ class MasterPublisher(ClosedAtEnd):
             raise
 
     def publish(self, message: MasterMessage) -> None:
-        """Send a message to whoever is connected; there is no replay."""
+        """Send a message to all connected subscribers; there is no replay."""
         with self._lock:
             if not self._context.closed:
                 self._socket.send_multipart(master_frames(message))
@@ -109,13 +109,13 @@ class MasterSubscriber(ClosedAtEnd):
         self._socket.connect(where)
 
     def read(self, timeout_s: float = 0.0) -> Iterator[MasterMessage]:
-        """Yield all that has come, once something has.
+        """Yield the messages that have arrived or arrive within the timeout.
 
         Args:
-            timeout_s: how long to wait for each message where none has come.
+            timeout_s: how long to wait for each message if none has arrived.
 
         Raises:
-            ValueError: a message is none of a master's.
+            ValueError: a message is not one of a master.
         """
         while self._socket.poll(round(timeout_s * 1000)):
             yield read_master(self._socket.recv_multipart())

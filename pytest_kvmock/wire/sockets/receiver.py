@@ -1,4 +1,4 @@
-"""The receivers of the events that a subscriber reads, and of its losses. A harness is one, and declares it."""
+"""The interface of receivers of a subscriber's events and losses, such as a harness."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from typing import Protocol, runtime_checkable
 
 @dataclass(frozen=True, slots=True)
 class BatchLoss:
-    """Batches that could not be had.
+    """Batches that could not be obtained.
 
     Attributes:
         dp_rank: the rank.
-        batches: their numbers; none where the publisher began again.
+        batches: their numbers; empty if the publisher restarted.
         observed: what happened.
     """
 
@@ -28,11 +28,11 @@ class BatchLoss:
 
 @dataclass(frozen=True, slots=True)
 class BatchProblem:
-    """Something that was wrong with a message.
+    """A problem of a message.
 
     Attributes:
         dp_rank: the rank.
-        batch: the number of the batch; None: it had none.
+        batch: the number of the batch; None if it had none.
         text: the problem; for a payload, the text of a `WireProblem`.
     """
 
@@ -46,39 +46,39 @@ class BatchProblem:
 
 
 class LostBatches(Protocol):
-    """What is called for batches that could not be had or read, in part too: what `Receiver.losses_at` returns, or
+    """The function called for batches that could not be fully obtained or read: the result of `Receiver.losses_at`, or
     `on_loss`.
     """
 
     def __call__(self, worker_id: int, dp_rank: int, batches: range, observed: str, /) -> object:
-        """Take note.
+        """Note a loss.
 
         Args:
             worker_id: the worker.
             dp_rank: the rank.
-            batches: their numbers; after a restart none, and `start` is the number that was due. Where single events
-                could not be read, that of their batch, once for each run of such events: between the events around it.
-            observed: what happened, in words.
+            batches: their numbers; after a restart an empty range whose `start` is the number that was due. For single
+                unreadable events, the number of their batch, with one call for each run of such events, between the
+                events around it.
+            observed: what happened, as text.
         """
 
 
 @runtime_checkable
 class Receiver(Protocol):
-    """What has more to do with the events of a `KvSubscriber` than to take them: the inside of a `RouterHarness`,
-    and a `KvSink`.
+    """A receiver of a `KvSubscriber`'s events that also handles losses: the inside of a `RouterHarness`, or a `KvSink`.
 
-    A subscriber is given one of its methods as the sink, or the receiver itself where that can be called.
+    A subscriber gets one of its methods as the sink, or the receiver itself if it is callable.
     """
 
     def losses_at(self, endpoints: Sequence[str], /) -> LostBatches:
-        """Return the function that a subscriber at these endpoints, one a rank, calls for losses."""
+        """Return the function that a subscriber at these endpoints (one for each rank) calls for losses."""
 
     def sinks_of(self, worker_id: int, /) -> Iterable[tuple[object, int | None]]:
-        """Return the receiver of the events of a worker that arrive here, with their worker; None: of all workers."""
+        """Yield the sinks that get the events of a worker received here, each with its worker; None: all workers."""
 
 
 def receiver_of(sink: object) -> Receiver | None:
-    """The receiver that a sink is, or is a method of; None if it is neither."""
+    """Return the receiver that a sink is or belongs to; None if there is none."""
     owner = sink.__self__ if ismethod(sink) else sink
     owner = getattr(owner, "inside", owner)  # of a `RouterHarness`
     return owner if isinstance(owner, Receiver) else None

@@ -1,4 +1,4 @@
-"""Waiting without sleep: until a socket may have something, or a consumer answers what it should."""
+"""Waiting without sleep: until a socket may have a message, or a consumer gives the expected answer."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from typing import Any, Final, TypeVar
 from pytest_kvmock.values.checks import KvMockError, check_number
 
 POLL_MS: Final = 5
-"""How long a socket is polled between two questions to a consumer."""
+"""How long a socket is polled between two queries of a consumer, in milliseconds."""
 
 
 _T = TypeVar("_T")
 
 
 class WireTimeout(KvMockError, TimeoutError):  # noqa: N818 - named for what it is, as TimeoutExpired is
-    """Raised when a wait has timed out. The message tells what arrived instead."""
+    """Raised when a wait has timed out. The message says what arrived instead."""
 
 
 def milliseconds(seconds: float) -> int:
-    """Return how long ZMQ shall poll, which takes 32 bits of whole milliseconds: rounded up, 24 days at most."""
+    """Return a poll time for ZMQ in whole milliseconds of 32 bits: rounded up, at most 24 days."""
     return int(min(seconds * 1000 + 0.999, 2**31 - 1))
 
 
 class Deadline:
-    """The time until which something is waited for.
+    """The deadline of a wait.
 
     Args:
         timeout: seconds from now.
@@ -47,17 +47,17 @@ class Deadline:
 
     @property
     def left(self) -> float:
-        """How many seconds are left, 0 at least."""
+        """Number of seconds left, at least 0."""
         return max(0.0, self._until - monotonic())
 
     def rest(self, too_late: Callable[[], WireTimeout]) -> float:
-        """Return how many seconds are left.
+        """Return the number of seconds left.
 
         Args:
             too_late: makes the error.
 
         Raises:
-            WireTimeout: none.
+            WireTimeout: no time is left.
         """
         __tracebackhide__ = True  # the traceback of a failure then shows the test, not the waiting helper
         rest = self.left
@@ -67,11 +67,11 @@ class Deadline:
 
 
 def loop_lines(name: str, twin: str) -> list[str]:
-    """What a timeout adds where an asyncio loop runs in this thread: one line, or no line.
+    """Return a line for a timeout if an asyncio loop runs in this thread; else no line.
 
     Args:
-        name: what has blocked.
-        twin: what is awaited in its place.
+        name: the blocking function.
+        twin: the function to await instead.
     """
     try:
         asyncio.get_running_loop()
@@ -81,19 +81,19 @@ def loop_lines(name: str, twin: str) -> list[str]:
 
 
 def is_settled(answer: object, expected: object) -> bool:
-    """Whether a consumer answered what it should: `expected`, or anything that is true where that is None."""
+    """Whether a consumer's answer is as expected: equal to `expected`, or any true value if that is None."""
     if isinstance(answer, AssertionError):
         return False
     return bool(answer) if expected is None else bool(answer == expected)
 
 
 def at_once(answer: _T, who: str = "settle", twin: str = "; asettle awaits it") -> _T:
-    """Return the answer of a probe, which must be no coroutine: any coroutine is true.
+    """Return the answer of a probe; it must not be a coroutine, because every coroutine is true.
 
     Args:
-        answer: what it returned.
-        who: what asked it.
-        twin: the name of the coroutine that the message names, where one exists.
+        answer: the result of the probe.
+        who: the caller of the probe, for the message.
+        twin: the end of the message, which names the async function if there is one.
     """
     if isinstance(answer, Coroutine):
         answer.close()
@@ -102,14 +102,16 @@ def at_once(answer: _T, who: str = "settle", twin: str = "; asettle awaits it") 
 
 
 def awaited(answer: Awaitable[object]) -> Awaitable[object]:
-    """Return what a probe has returned, which must be to be awaited."""
+    """Return the result of a probe, which must be awaitable."""
     if not isinstance(answer, Awaitable):
         raise TypeError(f"asettle takes an async probe, and this one returned {answer!r:.80}; call settle")
     return answer
 
 
 async def readable(rest: float, *sockets: Any) -> None:
-    """Wait until there may be something to read; 50 ms at most, as a send can take the edge of a file descriptor."""
+    """Wait until there may be something to read; at most 50 ms, because a send can consume the edge of a file
+    descriptor.
+    """
     loop = asyncio.get_running_loop()
     ready = asyncio.Event()
     descriptors = [socket.fd for socket in sockets]  # a socket that was closed in the meantime has none
@@ -127,20 +129,20 @@ async def readable(rest: float, *sockets: Any) -> None:
 
 @types.coroutine
 def _turn() -> Generator[None, None, None]:
-    """Let the loop's other tasks go on once: many replies that are there already would keep them waiting."""
+    """Let the loop's other tasks run once; otherwise many replies that are already there would block them."""
     yield
 
 
 async def polled(socket: Any, timeout: float, check_open: Callable[[], None]) -> bool:  # noqa: ASYNC109 - as poll has it
-    """Wait until a socket has something to read, and return whether it has; the loop goes on where it has already, too.
+    """Wait until a socket has something to read, and return whether it has; the loop always runs at least once.
 
     Args:
-        socket: which.
+        socket: the socket.
         timeout: seconds.
-        check_open: raises where the socket was closed meanwhile.
+        check_open: raises if the socket was closed in the meantime.
 
     Raises:
-        ValueError: whatever `check_open` raises.
+        ValueError: raised by `check_open`.
     """
     until = monotonic() + timeout
     await _turn()

@@ -1,6 +1,4 @@
-"""Faults of the wire: they strike batches that have their numbers already, so that a router can find what is
-missing.
-"""
+"""Faults of the wire: they change batches that already have numbers, so that a router can find gaps."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ UNKNOWN_TAG: Final = "BlockPinned"
 """The tag of an event that no engine has."""
 
 MOST_BATCHES: Final = 2**30
-"""Most batches of one fault."""
+"""Maximum batches of one fault."""
 
 UNKNOWN_FIELD: Final = "kvmock_field"
 """A field that no engine has."""
@@ -27,11 +25,12 @@ UNKNOWN_MEDIUM: Final = "KVMOCK_TAPE"
 
 
 LOSE: Final = ("lose", "gap_beyond_buffer", "late_join", "slow_subscriber", "corrupt")
-"""The faults after which a consumer has to ask for a replay."""
+"""The faults after which a consumer must request a replay."""
 
 MAY_LOSE: Final = (*LOSE, "reorder", "unknown_tag", "unknown_medium")
-"""Those by which a subscriber may lose the batch that they change, or an event of it: such as a late batch, or one
-with an unknown tag or medium."""
+"""The faults by which a subscriber may lose a batch or one of its events, such as a late batch, or one with an unknown
+tag or medium.
+"""
 
 
 class Numbered(NamedTuple):
@@ -51,13 +50,13 @@ class Outcome(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class WireInjection:
-    """One fault that was injected.
+    """One injected fault.
 
     Attributes:
         fault: its name.
         dp_rank: the rank.
-        batch: the number of the batch; of a truncated replay, the first that was left out, or that would be next.
-        restarts: how often the rank had begun again after it had published; a restart counts itself.
+        batch: the number of the batch; for a truncated replay, the first batch that was left out or would be next.
+        restarts: number of the rank's restarts after it had published; a restart includes itself.
     """
 
     fault: str
@@ -67,7 +66,7 @@ class WireInjection:
 
 
 class _Planned:
-    """A fault that was asked for: what it does to each batch, and how many it will still strike."""
+    """A requested fault: its change of a batch, and the number of batches left."""
 
     __slots__ = ("change", "dp_rank", "left", "name")
 
@@ -76,12 +75,12 @@ class _Planned:
 
 
 class WireFaults:
-    """The faults of a publisher, asked for in a test: each strikes the next batches, in the order asked for.
+    """The faults of a publisher, requested by a test: each changes the next batches, in the order of the requests.
 
     Args:
-        dialect: of the publisher.
+        dialect: the dialect of the publisher.
         restart: restarts the publisher.
-        check_rank: raises a ValueError for a rank that the publisher has not.
+        check_rank: raises a ValueError for an unknown rank.
 
     Attributes:
         injected: the faults injected so far.
@@ -104,7 +103,7 @@ class WireFaults:
 
     @property
     def unused(self) -> list[str]:
-        """The faults that were asked for and were not injected as often as they should, as text."""
+        """The requested faults that were not injected as often as they should be, as text."""
         planned = [
             f"{each.name} ({each.left} {'batch' if each.left == 1 else 'batches'} left)"
             for each in list(self._planned)  # the publishing thread changes it
@@ -114,7 +113,7 @@ class WireFaults:
     # ------------------------------------------------------------------------------------------------ to ask for
 
     def lose(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
-        """Lose the next batches on their way; a replay has them."""
+        """Lose the next batches; a replay has them."""
         self._plan("lose", batches, dp_rank, lambda batch: Outcome((), batch))
 
     def double(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
@@ -122,7 +121,7 @@ class WireFaults:
         self._plan("double", batches, dp_rank, lambda batch: Outcome((batch, batch), batch))
 
     def reorder(self, *, dp_rank: int | None = None) -> None:
-        """Send the next two batches in reverse order: the first when the second has been sent."""
+        """Send the next two batches in reverse order: the first one after the second."""
         held: list[Numbered] = []
 
         def swap(batch: Numbered) -> Outcome:
@@ -132,28 +131,29 @@ class WireFaults:
         self._plan("reorder", 2, dp_rank, swap)
 
     def gap_beyond_buffer(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
-        """Lose the next batches, and forget them and all before them: a replay begins after them."""
+        """Lose the next batches, and drop them and all earlier ones from the buffer: a replay begins after them."""
         self._plan("gap_beyond_buffer", batches, dp_rank, lambda _: Outcome((), None, forgets_older=True))
 
     def late_join(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
         """Publish the first batches as if there were no subscriber yet; a replay has them.
 
         Raises:
-            ValueError: there have been batches already.
+            ValueError: a batch was published already.
         """
         if self._published:
             raise ValueError("late_join must be requested before the first batch is published")
         self._plan("late_join", batches, dp_rank, lambda batch: Outcome((), batch))
 
     def slow_subscriber(self, queued: int = 1, lost: int = 1, *, dp_rank: int | None = None) -> None:
-        """Treat subscribers as too slow: the next batches wait in a full queue, those after them are lost.
+        """Treat subscribers as too slow: the next batches wait in a full queue, and later ones are lost.
 
-        ZMQ drops the newest of a queue at its high-water mark. What waited is sent before the batch that comes then.
+        ZMQ drops new messages of a queue at its high-water mark. The waiting batches are sent before the next batch
+        after the lost ones.
 
         Args:
-            queued: how many wait.
-            lost: how many are lost after these; a replay has them.
-            dp_rank: of which rank; None: of the first that publishes.
+            queued: number of batches that wait.
+            lost: number of batches that are lost after these; a replay has them.
+            dp_rank: the rank; None: the first one that publishes.
         """
         _check_batches("queued", queued)
         _check_batches("lost", lost)
@@ -170,7 +170,7 @@ class WireFaults:
         self._plan("slow_subscriber", queued + lost + 1, dp_rank, slow)
 
     def corrupt(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
-        """Send the next batches with a first byte that msgpack does not have; a replay has them as they were."""
+        """Send the next batches with a first byte that msgpack does not have; a replay has the original batches."""
         self._plan(
             "corrupt",
             batches,
@@ -179,15 +179,13 @@ class WireFaults:
         )
 
     def unknown_tag(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
-        """Begin the next batches with an event of a kind that no engine has, as a later version may; in a replay,
-        too.
-        """
+        """Begin the next batches with an event of an unknown kind, as a later version may; also in a replay."""
         self._edit("unknown_tag", batches, dp_rank, self._with_unknown_tag)
 
     def unknown_medium(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
-        """Say in the next batches, before what they store and after it, that it left a medium that no engine has.
+        """Add to the next batches, before and after their events, removals of stored blocks from an unknown medium.
 
-        In a replay, too.
+        A replay has them too.
 
         Raises:
             ValueError: the events of the dialect have no medium.
@@ -197,13 +195,13 @@ class WireFaults:
         self._edit("unknown_medium", batches, dp_rank, self._with_unknown_medium)
 
     def extra_field(self, batches: int = 1, *, dp_rank: int | None = None) -> None:
-        """Give each event of the next batches a field that no engine has, as a later version may; in a replay, too."""
+        """Give each event of the next batches an unknown field, as a later version may; also in a replay."""
         self._edit("extra_field", batches, dp_rank, self._with_extra_field)
 
     def restart(self, *, dp_rank: int | None = None) -> None:
-        """Restart the publisher now: batches are numbered from 0 again, and a replay has none of those before.
+        """Restart the publisher now: batches are numbered from 0 again, and a replay has no earlier ones.
 
-        What the engine holds is not touched: `KvWorker.restart()` empties it, and restarts its publisher.
+        The engine keeps its blocks: `KvWorker.restart()` empties it and also restarts its publisher.
         """
         before = Counter(self._restarts)
         self._restart(dp_rank)
@@ -211,11 +209,11 @@ class WireFaults:
         self.injected += (self._injection("restart", rank, 0) for rank in begun or [dp_rank or 0])
 
     def truncate_replay(self, after: int = 0, *, end_marker: bool = True) -> None:
-        """Break the next answer to a replay off that has something to leave out: a batch, or the end marker.
+        """Truncate the next replay answer that has something to leave out: a batch or the end marker.
 
         Args:
-            after: how many batches are sent.
-            end_marker: whether the marker follows that ends an answer.
+            after: number of batches that are sent.
+            end_marker: whether the end marker of the answer follows.
         """
         if not isinstance(end_marker, bool):
             raise ValueError(f"end_marker must be True or False, got {end_marker!r:.80}")  # noqa: TRY004 - as the others
@@ -224,10 +222,10 @@ class WireFaults:
     # ------------------------------------------------------------------------------------------------ to publish
 
     def strike(self, dp_rank: int, batch: Numbered) -> Outcome | None:
-        """Return what happens to a batch of a rank; None if it is sent and kept unchanged.
+        """Return the outcome of a fault for a rank's batch; None if the batch is sent and kept unchanged.
 
         Raises:
-            ValueError: a fault cannot change its payload, which is not a batch; the fault still waits.
+            ValueError: a fault cannot change the payload because it is not a batch; the fault still waits.
         """
         self._published = True
         for planned in self._planned:
@@ -245,7 +243,7 @@ class WireFaults:
         return outcome
 
     def truncated(self, dp_rank: int, batches: list[Numbered]) -> tuple[list[Numbered], bool]:
-        """Return what a replay sends of these batches, and whether the end marker follows."""
+        """Return the batches that a replay sends, and whether the end marker follows."""
         if not self._truncated:
             return batches, True
         after, end_marker = self._truncated[0]
@@ -258,17 +256,15 @@ class WireFaults:
         return batches[:after], end_marker
 
     def begun_anew(self, dp_rank: int) -> None:
-        """Take note that a rank numbers batches from 0 again, after it had published."""
+        """Note that a rank that had published numbers batches from 0 again."""
         self._restarts[dp_rank] += 1
 
     def take_over(self, closed: WireFaults, dp_rank: int, *, published: bool) -> None:
-        """Go on to count the restarts of a rank after a publisher that was closed; where that had published, this is
-        one more.
-        """
+        """Continue counting the restarts of a rank after a closed publisher; if that had published, add one."""
         self._restarts[dp_rank] = closed.restarts(dp_rank) + published
 
     def restarts(self, dp_rank: int) -> int:
-        """How often a rank has begun again after it had published."""
+        """Return the number of a rank's restarts after it had published."""
         return self._restarts[dp_rank]
 
     def _injection(self, name: str, dp_rank: int, batch: int) -> WireInjection:
@@ -307,7 +303,7 @@ class WireFaults:
         return [*left, *events, *left]
 
     def _removed(self, stored: Any) -> Any:
-        """A BlockRemoved of what a BlockStored names, in the unknown medium."""
+        """Return a BlockRemoved of a BlockStored's blocks, in the unknown medium."""
         medium = {field.name: UNKNOWN_MEDIUM for field in self._dialect.removed if field.type == "medium"}
         if isinstance(stored, dict):
             same = {field.name: stored[field.name] for field in self._dialect.removed if field.name in stored}
@@ -321,7 +317,7 @@ class WireFaults:
         return [self._longer(event) for event in events]
 
     def _longer(self, event: list[Any]) -> list[Any]:
-        """An array with one more field: where a map may follow the fields, a key in that."""
+        """Return an array with one more field; if a map may follow the fields, with one more key in the map."""
         if not self._dialect.metadata or event[:1] != [STORED]:
             return [*event, UNKNOWN_FIELD]
         fields = 1 + len(self._dialect.stored)
@@ -334,10 +330,10 @@ def _tag(event: Any) -> Any:
 
 
 def _check_batches(name: str, value: int, least: int = 1) -> int:
-    """Return a number of batches.
+    """Return a number of batches, after a check.
 
     Raises:
-        ValueError: it is out of range, or no integer.
+        ValueError: it is out of range, or not an integer.
     """
     if check_integer(name, value, least) > MOST_BATCHES:
         raise ValueError(f"{name} must be at most {MOST_BATCHES}, got {value!r:.80}")
