@@ -43,7 +43,7 @@ class ByHand:
                 self._publisher.publish(addressed)
 
     def _addressed(self, event: Publishable, worker_id: int, dp_rank: int) -> RouterEvent:
-        """Return an event with id, rank and worker added if missing, and with a `StorageTier` for the name of a tier."""
+        """Return an event with id, rank and worker added if missing, and a `StorageTier` in place of a tier's name."""
         if isinstance(event, EventData):
             event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
         if isinstance(event, KvCacheEvent):

@@ -116,9 +116,7 @@ class EngineComparison:
         """Return all current differences between streams and engines, even reported ones; the log does not change."""
         judge = self._judge
         survives = judge.book is not None and judge.book.survival is not None
-        ledger = (
-            judge.book.ledger if judge.book is not None and survives else judge.ledger
-        )  # leaves out survived faults
+        ledger = judge.book.ledger if judge.book is not None and survives else judge.ledger  # no survived faults
         found = []
         for key, tier, resident in self._residents(workers):
             stream = ledger.streams[key]
