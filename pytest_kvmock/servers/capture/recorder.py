@@ -1,4 +1,4 @@
-"""Recording of a live engine: its KV events over ZMQ, or TensorRT-LLM's over HTTP, are judged and written to a capture."""
+"""Recording of a live engine: its KV events (over ZMQ; TensorRT-LLM's over HTTP) are judged and written to a file."""
 
 from __future__ import annotations
 

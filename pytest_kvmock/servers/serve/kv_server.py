@@ -70,7 +70,7 @@ TOKEN_BYTES: Final = 32
 _IN_TOPICS: Final = ("host", "port", "model")
 
 _TURN_S: Final = 0.05
-"""Seconds between two turns of an idle loop of SGLang in this mock."""
+"""Seconds between two turns of an idle loop of SGLang in this mock; in SGLang a stuck loop turns at this rate."""
 
 _FORGET_EVERY: Final = 256
 """Minimum number of requests between two drops of old history, as each drop scans all held blocks."""
@@ -557,7 +557,7 @@ class KvServer(Controls, RouterChecks):
         return Routing(self.log.rows, self.inside.ports, self._described.block_size)
 
     def text(self, blocks: int = 4, after: str = "") -> str:
-        """Return the text `after`, followed by `blocks` blocks of new random text.
+        """Return the text `after`, followed by `blocks` blocks of random text that no other text of this server has.
 
         Raises:
             ValueError: `blocks` is no integer of at least 0, or the text would have more than 2^22 tokens.
