@@ -101,7 +101,7 @@ class EngineComparison:
         try:
             blocks = list(resident())
             check_block_hashes(blocks)
-        except Exception as error:  # noqa: BLE001 - a user's callable; other findings must not be lost
+        except Exception as error:  # noqa: BLE001 - a user's callable; what else was found must not be lost
             if key not in self._mute:
                 self._mute.add(key)
                 observed = f"the resident blocks could not be read: {type(error).__name__}: {error}"

@@ -356,7 +356,7 @@ class IndexComparison:
         for where, block in list(self.survival.affected[key]):
             try:
                 wrong = yield from self._look_up(self._chains.upto(self._ledger.streams[where], block), others)
-            except Exception:  # noqa: BLE001 - not recovered; the lookup at the end reports it
+            except Exception:  # noqa: BLE001 - it has not; the lookup at the end reports it
                 return
             if wrong is not None:
                 return

@@ -85,7 +85,7 @@ class Replayer:
             verdict = self.verdict(program, as_test=as_test, strict=strict)
         except Spent:
             raise
-        except Exception:  # noqa: BLE001 - a user's index or backend, on a new stream
+        except Exception:  # noqa: BLE001 - an index or a backend of the user's, on a stream that it never saw
             return False
         breach = program.breach
         errors = [p for p in verdict.errors if p.rule == breach.rule or p.rule not in self.ignored]

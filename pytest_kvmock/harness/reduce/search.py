@@ -12,7 +12,7 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-class Spent(Exception):  # noqa: N818 - no error: the search ends with its result so far
+class Spent(Exception):  # noqa: N818 - no error: the search ends with what it has
     """The budget is used up."""
 
 

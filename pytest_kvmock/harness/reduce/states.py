@@ -280,7 +280,7 @@ class _Replay:
                 out["index"] = str(error)
             else:
                 by_rank = any(isinstance(name, tuple) for name in answer)
-                out["index"] = _scores(by_worker(answer) if by_rank else answer)  # type: ignore[arg-type]  # its keys show the shape
+                out["index"] = _scores(by_worker(answer) if by_rank else answer)  # type: ignore[arg-type]  # of which shape, its names tell
             out["differ"] = out["index"] != out["reference"]
         return out
 

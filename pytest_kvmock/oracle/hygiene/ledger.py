@@ -121,7 +121,7 @@ class Ledger:
         """
         if type(entry) is not RouterEvent and (arm := self._arms.get(type(entry))) is not None:
             return self._take(entry, arm)
-        event: RouterEvent = entry  # type: ignore[assignment]  # all other entries have an arm
+        event: RouterEvent = entry  # type: ignore[assignment]  # nothing else has no arm
         self.position += 1
         inner = event.event
         key = (event.worker_id, inner.dp_rank)
