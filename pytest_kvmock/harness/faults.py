@@ -1,7 +1,7 @@
 """The faults that a test injects (`kv_harness.faults`).
 
-The class has one method for each fault, with its arguments and errors. `pytest_kvmock.oracle.faults` has the changes
-that faults make to events.
+One subject: a class with one method for each fault, with its arguments and errors. `pytest_kvmock.oracle.faults` has
+the changes that faults make to events.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Comparison of the index under test with the reference index: after each event, at a flush and at the end.
 
-This module handles a query, from the event that causes it to the problem that its answer shows.
+One subject: a query, from the event that causes it to the problem that its answer shows.
 
 If a backend is not prefix-closed, the reference itself can be wrong: it loses the children of a block that is removed
 before them, and it applies an event that links a block to its own descendant. Then every answer between that of the

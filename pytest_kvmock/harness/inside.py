@@ -1,6 +1,6 @@
 """The interface of a harness for the plugin, servers, subscribers and fleets: `RouterHarness.inside`.
 
-The rest of this package uses it, and so does code that builds on it.
+One subject: the interface of a harness for the rest of this package, and for code that builds on it.
 """
 
 from __future__ import annotations

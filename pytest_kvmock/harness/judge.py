@@ -1,7 +1,7 @@
 """The judge: receives every arriving event, and records its problems in the log.
 
-This module handles arrivals and all other entries of a ledger. An event is applied to the ledger, the reference index
-and the index under test, in this order. `engine_comparison.py` has the comparison with the engines.
+One subject: the handling of arrivals and of all other entries of a ledger. An event is applied to the ledger, the
+reference index and the index under test, in this order. `engine_comparison.py` has the comparison with the engines.
 """
 
 from __future__ import annotations

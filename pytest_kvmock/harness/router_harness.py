@@ -1,6 +1,6 @@
 """The harness of a test: workers, ledger, reference index, and the index under test.
 
-This module is the interface of a harness. Each method delegates to the part that does the work.
+One subject: the interface of a harness. Each method delegates to the part that does the work.
 """
 
 from __future__ import annotations

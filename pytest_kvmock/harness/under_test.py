@@ -2,6 +2,8 @@
 
 The code that calls it is written once for sync and async indexes: generators yield the calls to make, and are sent the
 results. `run` makes the calls, `arun` awaits them.
+
+One subject: a call of the user's index, and the meaning of its answer.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The workers of a harness, by id and rank: mock engines made from a profile and a backend, and sinks for the user's
-own engines.
+"""The workers of a harness: mock engines made from a profile and a backend, and sinks for the user's own engines.
+
+One subject: the workers of a harness, by id and rank.
 """
 
 from __future__ import annotations

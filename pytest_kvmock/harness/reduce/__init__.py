@@ -62,7 +62,7 @@ WORK: Final = 500_000
 """Default maximum number of steps that a search replays."""
 
 MOST_LINES: Final = 200
-"""Maximum length of a test; nobody would read a longer one."""
+"""Maximum number of lines of a test that a reader can still use."""
 
 _OF_AN_INDEX: Final = (INDEX_DRIFT, INDEX_FAILURE)
 _OF_NO_STREAM: Final = (NOT_FLUSHED, OVERWRITTEN_BLOCKS, SINK_FAILURE)
@@ -330,9 +330,7 @@ def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
 
 
 def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Arrival]:
-    """Return the blocks that a worker and rank holds in a tier after these arrivals, as one Stored; further copies of
-    blocks are further Stored.
-    """
+    """Return Stored of the blocks that a worker and rank holds in a tier after these arrivals, one for each copy."""
     held: dict[int, list[int]] = {}  # the local hash of each copy
     worker_id, rank = key
     for arrival in arrivals:
@@ -367,9 +365,7 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
 
 
 def _around(kv: RouterHarness, problem: Problem) -> list[int]:
-    """Return the numbers of events near which the cause may be: the one that shows the problem, and the last one that
-    names its block.
-    """
+    """Return the numbers of events near the cause: the one that shows the problem, the last that names its block."""
     places = [] if problem.event is None else [problem.position]
     position = -1
     named = None

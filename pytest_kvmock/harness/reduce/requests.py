@@ -1,4 +1,7 @@
-"""Reduction of requests to workers: fewer requests, then shorter prompts, fewer steps, a smaller cache."""
+"""Reduction of requests to workers: fewer requests, then shorter prompts, fewer steps, a smaller cache.
+
+One subject: what is left out, and in which order.
+"""
 
 from __future__ import annotations
 

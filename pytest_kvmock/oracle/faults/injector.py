@@ -25,7 +25,7 @@ class _Held:
 
 
 class FaultInjector:
-    """Injects faults into what workers publish.
+    """Injects faults into published events.
 
     Attributes:
         armed: scripted faults, in the order of the calls.
@@ -51,8 +51,8 @@ class FaultInjector:
             sent: the published event.
 
         Returns:
-            The record of the fault, if there was one; and what arrives now, in order: what is left of the event, then
-            the delayed events that are due.
+            The record of the fault, if there was one; and the deliveries that arrive now, in order: those of the event
+            (none, one or more), then the delayed events that are due.
         """
         event, own = sent.event, sent.key
         due = [held for held in self._held if held.delivery.key == own]

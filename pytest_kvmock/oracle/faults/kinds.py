@@ -19,8 +19,8 @@ class FaultKind:
         does: what it does, in one sentence.
         has_rate: whether it can be injected at random, at a rate.
         can_be_survived: whether a router can recover from it.
-        is_block: whether it lasts until it is stopped, or for a `with` block; False: it is over when its method
-            returns.
+        is_block: whether it lasts until it is stopped, or for a `with` block; False: it has taken effect when its
+            method returns.
     """
 
     name: str

@@ -136,7 +136,7 @@ class FoundChain:
 
 
 def is_chained(data: Stored) -> bool:
-    """Whether a Stored alone shows that its hashes are Dynamo's chain."""
+    """Whether a Stored shows by itself that its hashes are Dynamo's chain."""
     chain = FoundChain()
     chain.is_broken_by(data)
     return chain.found

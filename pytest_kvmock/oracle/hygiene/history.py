@@ -2,7 +2,7 @@
 
 The index is built at the first lookup, so a stream without a problem costs only a list of its events.
 
-This module covers the data that the events of a stream give for a block.
+One subject: the data that the events of a stream give for a block.
 """
 
 from __future__ import annotations

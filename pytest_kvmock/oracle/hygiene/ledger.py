@@ -1,6 +1,6 @@
 """The ledger: records the blocks that are held according to the events, and judges the stream.
 
-This module has the rules that need memory of a stream, one method for each rule.
+One subject: the rules that need memory of a stream, one method for each rule.
 
 Theory of operation. The ledger keeps no tree. Per worker, rank and tier it records the held blocks, and if residency is
 counted, the copies of each. Per worker and rank it records the Stored that last named a block, which gives local

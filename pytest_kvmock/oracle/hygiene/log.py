@@ -1,4 +1,7 @@
-"""The event log of a test: every event with its verdict, and the errors that the test expects."""
+"""The event log of a test: every event with its verdict, and the errors that the test expects.
+
+One subject: the view of events for tests.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The stream of one worker and rank: its events, the held blocks, and the unknown blocks.
 
-This module keeps the state of a stream between two events. The ledger judges the events.
+One subject: the state of a stream between two events. The ledger judges the events.
 """
 
 from __future__ import annotations
@@ -279,7 +279,7 @@ class Stream(History):
         self._add_copies(tier, hashes, again)
 
     def take_names(self, event: RouterEvent) -> None:
-        """Apply an event whose block names alone matter."""
+        """Apply an event of which only the block names matter."""
         data, tier = event.event.data, event.storage_tier
         assert not isinstance(data, Cleared)
         hashes = data.block_hashes

@@ -15,7 +15,7 @@ class AttentionGroup:
 
     It is group 0. If nothing is stored in group 0, or its blocks belong to a window, it is the first group of full
     attention: a window drops blocks that are still part of a prefix. For an engine with windows only it stays group 0,
-    and unknown blocks are no error.
+    and missing parents or blocks are no error.
 
     Attributes:
         group_idx: its number.

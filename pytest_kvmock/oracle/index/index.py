@@ -1,6 +1,6 @@
-"""The reference router index: which worker holds how much of a prompt's prefix, learned from KV events alone.
+"""The reference router index: which worker holds how much of a prompt's prefix, according to KV events only.
 
-This module has the rules of the index; its tables have their own modules.
+One subject: the rules of the index. Its tables have separate modules.
 
 Theory of operation. A tree of blocks is keyed by *local* hash, so that a query needs no sequence hashes. Each worker
 and rank has a table that finds its blocks in the tree by *sequence* hash, so that events need no path. A block held by

@@ -1,7 +1,7 @@
 """Event hygiene of a file: the events of a capture are judged again, as when they arrived.
 
-Three kinds of files are read: captures; JSON lines of Dynamo, each a `RouterEvent` or a `KvCacheEvent`; and payloads of
-a dialect, one after the other.
+One subject: the way from a file to its problems. Three kinds of files are read: captures; JSON lines of Dynamo, each a
+`RouterEvent` or a `KvCacheEvent`; and payloads of a dialect, one after the other.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The bootstrap server of a prefill engine, which routers and decode engines query.
 
-It has the routes of SGLang's server (`disaggregation/common/conn.py`) and of vLLM's MooncakeConnector
+One subject: the routes of SGLang's server (`disaggregation/common/conn.py`) and of vLLM's MooncakeConnector
 (`mooncake/mooncake_utils.py`). Registrations are answered but have no effect, as the engines of a `KvServer` are
 connected directly.
 """

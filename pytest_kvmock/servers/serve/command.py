@@ -1,4 +1,7 @@
-"""The commands `serve` and `tokenizer`: a `KvServer` in a separate process, for tests in any language."""
+"""The commands `serve` and `tokenizer`: a `KvServer` in a separate process, for tests in any language.
+
+One subject: the options of a command line, and what they start.
+"""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
 """One rank of a served engine: it takes requests, runs passes one after the other, and returns tokens.
 
-Theory of operation. All code here runs in the server's thread, and holds the harness's lock while it uses engine or
-ledger. A pass begins, takes its time on the wall clock (`time_scale`), and ends. Its events are one batch, which is on
-the wire before any client gets its tokens. A request that arrives during a pass waits for the next pass, as in a real
-engine. An exception of the engine breaks it, and is printed on standard error once: its requests fail, it takes no more
-requests, and it runs no further pass.
+One subject: the life of one rank. Theory of operation. All code here runs in the server's thread, and holds the
+harness's lock while it uses engine or ledger. A pass begins, takes its time on the wall clock (`time_scale`), and ends.
+Its events are one batch, which is on the wire before any client gets its tokens. A request that arrives during a pass
+waits for the next pass, as in a real engine. An exception of the engine breaks it, and is printed on standard error
+once: its requests fail, it takes no more requests, and it runs no further pass.
 """
 
 from __future__ import annotations

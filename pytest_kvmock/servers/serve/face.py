@@ -1,9 +1,9 @@
 """The faces of vLLM, SGLang and TensorRT-LLM: their paths, arguments and answers; see `api`. This module opens no
 socket.
 
-TensorRT-LLM's face has OpenAI's two paths in their basic form, health, its events and `/server_info`, as read from its
-code. vLLM 0.29's answers were recorded; those of other releases and of SGLang follow their code
-(docs/how-to/serve.md). Engines without a role accept `kv_transfer_params` and `bootstrap_*` and ignore them.
+One subject: the paths. TensorRT-LLM's face has OpenAI's two paths in their basic form, health, its events and
+`/server_info`, as read from its code. vLLM 0.29's answers were recorded; those of other releases and of SGLang follow
+their code (docs/how-to/serve.md). Engines without a role accept `kv_transfer_params` and `bootstrap_*` and ignore them.
 """
 
 from __future__ import annotations

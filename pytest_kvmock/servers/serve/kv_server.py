@@ -1,8 +1,9 @@
 """Mock engines behind sockets: requests over HTTP, KV events over ZMQ, for a router process in any language.
 
-Theory of operation. A separate thread runs one event loop. In it each rank runs passes (`engine_loop`), and each worker
-listens (`worker_port`). Only this package uses a wall clock. The harness still belongs to the test: ledger, verdict,
-captures and faults work as without sockets.
+One subject: the workers of a harness behind ports, and their control by a test. Theory of operation. A separate thread
+runs one event loop. In it each rank runs passes (`engine_loop`), and each worker listens (`worker_port`). Only this
+package uses a wall clock. The harness still belongs to the test: ledger, verdict, captures and faults work as without
+sockets.
 """
 
 from __future__ import annotations

@@ -203,7 +203,7 @@ class Guard:
         return None
 
     def admits(self, authorization: str) -> bool:
-        """Return whether a client sent the token, or no token is needed."""
+        """Return whether a client may use the API: it sent the token, or no token is needed."""
         return self._token is None or shows(authorization, self._token)
 
 

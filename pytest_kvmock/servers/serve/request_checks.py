@@ -3,6 +3,8 @@
 The order of checks and the errors were recorded from vLLM 0.29 (`vllm_0.29_http_answers.json`). If a union of many
 types is rejected (a message of a chat), only the error of the first type is returned: type and param are the recorded
 ones, and the text is shorter.
+
+One subject: the fields of a body, and the errors of wrong ones.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Served engines of P/D pairs: transfers between them on the wall clock, and how a test controls them.
 
-This module has the links, leases and waits of a server whose engines have roles. `engines/*/pairs` has the blocks that
-engines keep and load, and their messages.
+One subject: links, leases and waits of a server whose engines have roles. `engines/*/pairs` has the blocks that engines
+keep and load, and their messages.
 
 Theory of operation. The ports of all engines find each other by the addresses in their hand-overs, as processes do.
 Their time is the server's: seconds since it began. Each pass of an engine ends with a step of its port (`EngineLoop`).

@@ -1,6 +1,6 @@
-"""A worker behind its HTTP ports, as clients see it: the face answers a request, or a rank behind the port serves it.
+"""A worker behind its HTTP ports: the face answers a request, or one of the ranks behind the port serves it.
 
-A worker has one port, or several (`HTTP_FORMS`).
+One subject: a worker as its clients see it. It has one port, or several (`HTTP_FORMS`).
 """
 
 from __future__ import annotations
