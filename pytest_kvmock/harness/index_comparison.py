@@ -399,7 +399,7 @@ class IndexComparison:
         except Exception as error:  # noqa: BLE001 - as in run
             return [self._failure(self._asking, error, key, queued, position)]
         if wrong is None:
-            return []  # an index whose answers differ between two lookups: the next lookup shows it again
+            return []  # the index gave a different answer the second time; the next lookup shows the problem again
         return [self._drift(wrong, shortest, queued, position)]
 
     def _drift(self, wrong: WrongAnswer, shortest: QueriedChain, queued: QueuedEvent | None, position: int) -> Problem:
@@ -720,7 +720,7 @@ class IndexComparison:
 
 def _nothing() -> Findings:
     return []
-    yield  # a generator, as the others are
+    yield  # makes this a generator, like the others
 
 
 def _blocks(event: RouterEvent) -> tuple[int, ...]:

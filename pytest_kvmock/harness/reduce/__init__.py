@@ -129,7 +129,7 @@ def reproduce(
             raise NotReduced(f"{reason}{remade.why_not()}") from None
 
     with long_run(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "tiers: a step offered")  # small hosts are tried
+        warnings.filterwarnings("ignore", "tiers: a step offered")  # the search tries small hosts
         return search(expired) if whole.aflush is None else in_a_thread(search, expired)
 
 

@@ -184,15 +184,15 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by
     if program.with_index and made_by is not None:
         contract, call = made_by
         index, fixtures = f"{contract}().{call}", ""
-        if _traits(program) != Traits():  # for a make_index that reads them
+        if _traits(program) != Traits():  # for a `make_index` that reads traits
             marks.append(of_backend)
             before = [f"contract = {contract}()", "contract.traits = kv_traits"]
             index, fixtures = f"contract.{call}", "kv_backend, kv_traits"
             profile_of += _tiers_of(program)
     elif program.with_index:
-        if size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
+        if size != EngineProfile().block_size:  # for a `kv_index` that reads `kv_profile`
             profile_of.append(f"block_size={size}")
-        if _traits(program).copies:  # for a kv_index that reads kv_traits: it may have to count them
+        if _traits(program).copies:  # for a `kv_index` that reads `kv_traits`, as it may count copies
             marks.append(of_backend)
             fixtures = "kv_index, kv_backend"
             profile_of += _tiers_of(program)

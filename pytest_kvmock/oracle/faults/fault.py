@@ -99,7 +99,7 @@ class DoneAtOnce:
         return f"<kv_harness.faults.{self._name}: done>"
 
     def __enter__(self) -> NoReturn:
-        __tracebackhide__ = True  # as above
+        __tracebackhide__ = True  # see `Fault.__exit__`
         blocks = ", ".join(kind.name for kind in FAULTS.values() if kind.is_block)
         calls = ", ".join((*(kind.name for kind in FAULTS.values() if not kind.is_block), "survive", "at_random"))
         raise TypeError(

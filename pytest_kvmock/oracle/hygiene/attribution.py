@@ -1,6 +1,6 @@
 """Attribution: separates problems that workers cause from results of faults that a test injected.
 
-Theory of operation. From the first fault on, a second ledger takes the events as workers published them. A problem that
+Theory of operation. From the first fault on, a second ledger takes the events as published. A problem that
 both ledgers find is real: it would be found without the fault, and is never listed under one. A problem that only the
 ledger of arrived events finds is a result of a fault. The injection is found by the missing ids, by the changed event,
 or else by the rule of `Injections`.
@@ -63,7 +63,7 @@ class Attribution:
             self._of(each).add(injection, emptied, recovered=injection.whole)
 
     def index_input_changed(self, key: StreamKey, injection: Injection) -> None:
-        """Record that the index under test received another event than the one that arrived."""
+        """Record that the index under test received a different event from the one that arrived."""
         self.injections.append(injection)
         self._of_index_input.setdefault(key, Injections()).add(injection)
 

@@ -408,7 +408,7 @@ class Stream(History):
             self.moved.discard(block)
 
     def in_tier(self, tier: StorageTier) -> Iterable[int]:
-        """The held blocks of a tier, corrected by blocks that moved there or away."""
+        """Return the held blocks of a tier, corrected by blocks that moved there or away."""
         if not self.moved:
             return self.held(tier)
         if tier is StorageTier.DEVICE:

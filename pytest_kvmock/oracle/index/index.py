@@ -470,7 +470,7 @@ class RadixIndex:
         self._forget_copies(worker_id, dp_rank, below=below)
 
     def _copies_in(self, where: tuple[WorkerRank, StorageTier]) -> Copies:
-        """The copies of a worker and rank in a tier."""
+        """Return the copies of a worker and rank in a tier."""
         assert self._copies is not None
         found = self._copies.get(where)
         if found is None:
@@ -630,7 +630,7 @@ class RadixIndex:
         for dp_rank in {dp_rank for worker, dp_rank in self._keys() if worker == worker_id}:
             self.remove_worker_dp_rank(worker_id, dp_rank)
         if self._owners is not None:
-            self._owners.left((worker_id, 0))  # it may have published nothing
+            self._owners.left((worker_id, 0))  # the worker may not have published anything
         self._forget_copies(worker_id)
 
     def remove_worker_dp_rank(self, worker_id: int, dp_rank: int) -> None:

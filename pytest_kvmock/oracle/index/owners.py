@@ -102,9 +102,8 @@ class OwnedChunks(OwnedBlocks):
     chain of hashes.
 
     A chunk's tokens are split into blocks of the size that the workers' own events show. Until that size is known, the
-    chunk waits; an event without tokens adds nothing that a query can find. A chunk is there as long as one stream
-    announces it, because each stream withdraws only its own announcements. A chunk of a worker that left stays until
-    another worker withdraws it.
+    chunk waits; an event without tokens adds nothing. A chunk is there as long as one stream announces it, because each
+    stream withdraws only its own announcements. A chunk of a worker that left stays until another worker withdraws it.
     """
 
     __slots__ = ("_by", "_size", "_units", "_waiting")
@@ -112,7 +111,7 @@ class OwnedChunks(OwnedBlocks):
     def __init__(self, spec: StoreSpec) -> None:
         super().__init__(spec)
         self._size: int | None = None
-        self._units = 1  # blocks a chunk
+        self._units = 1  # blocks per chunk
         self._by: dict[int, set[WorkerRank]] = {}
         self._waiting: dict[int, tuple[int | None, Sequence[int]]] = {}
 

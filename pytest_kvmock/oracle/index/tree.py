@@ -291,7 +291,7 @@ class Tree:
         return place < len(gone) and gone[place] == local
 
     def clear(self, rank: Rank) -> None:
-        """Remove all that a rank holds."""
+        """Remove all blocks of a rank."""
         self.remove(rank, list(rank.blocks))
 
     def ranks_of(self, worker_id: int) -> list[Rank]:

@@ -373,7 +373,7 @@ def _asked_to_end() -> int:
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, stop)
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else: nohup
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, stop)
     return end
 

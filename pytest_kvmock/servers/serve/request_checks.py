@@ -414,7 +414,7 @@ def check_token_length(count: int, output: int, most: int) -> None:
     """Check the length of a prompt in tokens.
 
     Raises:
-        BadRequest: prompt and output do not fit.
+        BadRequest: prompt and output together do not fit.
     """
     if count + output > most:
         # vLLM truncates a prompt after one token too many, so it does not know the length of such a prompt.
