@@ -1,6 +1,4 @@
-"""The harness of a test: workers, the ledger that judges their events, and the index that is compared with the
-reference.
-"""
+"""The harness of a test: workers, the ledger that judges their events, and the index under test with its reference."""
 
 from __future__ import annotations
 
@@ -15,7 +13,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness.inside import Inside
     from pytest_kvmock.harness.recovery import Recovery as Recovery
 
-    # What a subscriber feeds: mypy holds that both are receivers.
+    # A subscriber can deliver to either; mypy checks that both are receivers.
     from pytest_kvmock.wire.sockets.receiver import Receiver
 
     _receivers: tuple[type[Receiver], ...] = (Inside, KvSink)

@@ -1,11 +1,11 @@
-"""The book of what would have arrived without faults: a ledger of what workers publish, from the first fault on.
+"""The book of the events that would have arrived without faults: a ledger of published events, from the first fault on.
 
-It serves two questions. Which problems are results of an injected fault (`Attribution`)? And what should an index
-answer that survives faults (`SurvivalOracle`)? The second needs a history and a reference index too, which are kept
-where a test says that its router survives.
+It answers two questions. Which problems result from an injected fault (`Attribution`)? And what should an index answer
+that survives faults (`SurvivalOracle`)? The second also needs a history and a reference index; they are kept only if a
+test requires that its router survives faults.
 
-`Recovery` keeps a book of its own, of what workers *published*: the two part where a real failure keeps an event from
-the router, at an unannounced restart, and when a worker is removed from the router. Which of them starts over when:
+`Recovery` keeps a separate record of what workers *published*. The two differ if a real failure keeps an event from the
+router, at an unannounced restart, and when a worker is removed from the router. Which record starts over when:
 
 | what happens | ledger of what arrived | this book | recovery |
 |---|---|---|---|
@@ -18,8 +18,8 @@ the router, at an unannounced restart, and when a worker is removed from the rou
 | a sink before the router raises | continues, the event is missing | continues, the event is missing | has the event |
 | a fault loses or changes an event | continues with what arrives | has the event as published | has the event |
 
-Each ledger has hash chains of its own: a chain of hashes remembers its stream, and one that two ledgers share would
-find wrong hashes in a sound stream.
+Each ledger has separate hash chains: a chain has the state of its stream, and two ledgers that shared one would find
+wrong hashes in a correct stream.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ from pytest_kvmock.values.events import Cleared, RouterEvent, StreamKey
 
 
 class Book:
-    """A record of what workers published, to compare with what arrived.
+    """A record of the published events, for comparison with the events that arrived.
 
-    Its ledger replays the journal of what arrived; until now that is what was published.
+    Its ledger first replays the journal of arrived events; until then the same events were published.
 
     Args:
-        arrived: the ledger of what arrived, which has a journal that was not replayed.
+        arrived: the ledger of arrived events; its journal was not replayed yet.
 
     Attributes:
-        ledger: of what is published.
-        attribution: finds the fault of each problem that is a result of one.
-        survival: what an index that survives faults should answer; None where no test asks for it.
+        ledger: the ledger of published events.
+        attribution: finds the fault that caused a problem.
+        survival: what an index that survives faults should answer; None if no test requires it.
     """
 
     def __init__(self, arrived: Ledger) -> None:
@@ -56,7 +56,7 @@ class Book:
         journal, take = arrived.journal, self.ledger.take
         assert journal is not None
         twins: dict[Problem, Problem] = {}
-        if journal.is_cut:  # what has arrived is all that was published
+        if journal.is_cut:  # all published events have arrived
             self.ledger.streams.update((key, stream.twin()) for key, stream in arrived.streams.items())
             self.ledger.position = arrived.position
         else:
@@ -70,8 +70,8 @@ class Book:
         self._emptied: dict[Injection, Collection[int]] = {}
 
     def survive(self, reference: RadixIndex) -> SurvivalOracle:
-        """Keep from here on what an index should answer that survives faults; `reference` has what arrived until
-        now.
+        """Start to keep the answers of an index that survives faults; `reference` has the events that arrived so
+        far.
         """
         if self.survival is None:
             self.survival = SurvivalOracle(self.ledger, reference)
@@ -80,7 +80,7 @@ class Book:
     # -------------------------------------------------------------------------------------- what is published
 
     def published(self, event: RouterEvent, problems: Sequence[Problem]) -> Published:
-        """Record an event that a worker publishes, which its ledger has taken, and what is wrong with it."""
+        """Record a published event that the book's ledger has taken, and its problems."""
         return Published(event, problems, 0 if self.survival is None else self.survival.published(event))
 
     def lost_to_failure(self, problem: Problem, missed: Missed) -> None:
@@ -89,7 +89,7 @@ class Book:
         self.attribution.lost_to_failure(problem, twin)
 
     def begin_anew(self, key: StreamKey, *, first_id: int | None) -> None:
-        """Start over with a worker and rank: it restarts, announced, or the router removes it."""
+        """Start over with a worker and rank, after an announced restart or its removal from the router."""
         self.ledger.take(WorkerRemoved(*key, first_id, (key,)))
         self.attribution.begin_anew(key)
         if self.survival is not None:
@@ -98,12 +98,12 @@ class Book:
     # ---------------------------------------------------------------------------------------- what faults do
 
     def injected(self, injection: Injection, event: RouterEvent | None, emptied: Collection[int]) -> None:
-        """Record what a fault did.
+        """Record an injection.
 
         Args:
-            injection: what it did.
-            event: the event that it changed, as published; None where it changed none that was published.
-            emptied: the blocks that were held until it emptied the cache.
+            injection: the injection.
+            event: the published event that it changed; None if it changed none.
+            emptied: the blocks that were held before it emptied the cache.
         """
         if emptied and injection.late:
             self._emptied[injection] = emptied
@@ -119,7 +119,9 @@ class Book:
     # ------------------------------------------------------------------------------------------ what arrives
 
     def receiving(self, delivery: Delivery) -> None:
-        """Record an event that arrives: what was lost before it shows, and what was held back is no longer missing."""
+        """Record an event that is about to be judged: a delayed event is no longer missing, and lost events before it
+        become visible.
+        """
         injection = delivery.injection
         if injection is not None and injection.late:
             emptied = self._emptied.pop(injection, ())
@@ -130,17 +132,17 @@ class Book:
             self.survival.received(delivery.key, delivery.published)
 
     def received(self, delivery: Delivery) -> None:
-        """Record an event that arrived and was judged: a Cleared ends what faults did before it."""
+        """Record an event that was judged: a Cleared ends the effects of earlier faults."""
         if isinstance(delivery.event.event.data, Cleared):
             self.attribution.cleared(delivery.key, delivery.injection)
 
     def recovered(self, key: StreamKey, ids: range) -> None:
-        """Record that the router has asked a worker and rank for these event ids, and has every event from there on."""
+        """Record that the router asked a worker and rank for these event ids, and has all events from the first on."""
         self.attribution.recovered(key, ids)
         if self.survival is not None:
             self.survival.recovered(key, ids)
 
     def left_behind(self, key: StreamKey) -> Sequence[Problem]:
-        """Problems of blocks that the worker itself left resident after a Removed, or without their parent."""
+        """Return the problems of blocks that the worker itself left resident after a Removed, or without a parent."""
         stream = self.ledger.streams.get(key)
         return [] if stream is None else [*stream.removed_but_resident.values(), *stream.orphaned.values()]

@@ -1,4 +1,4 @@
-"""Events made by hand: what they lack is added, and they are published as those of a worker."""
+"""Events made by hand: missing fields are added, and the events are published for a worker."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ class ByHand:
     """Publishes events made by hand.
 
     Args:
-        publisher: where they are published.
-        workers: the workers whose events they are made to be, and the sinks, whose events they cannot be.
+        publisher: publishes the events.
+        workers: the workers that the events can belong to, and the sinks, which accept no events made by hand.
 
     Attributes:
-        keys: the workers and ranks of such events.
+        keys: the workers and ranks with events made by hand.
     """
 
     __slots__ = ("_publisher", "_workers", "keys")
@@ -37,29 +37,29 @@ class ByHand:
         elif not isinstance(events, Iterable) or isinstance(events, (str, bytes, Mapping)):
             _refuse(events)
         for event in events:
-            with self._publisher.lock:  # from the next id on, or two threads would get one id
+            with self._publisher.lock:  # covers the choice of the id, or two threads would get the same id
                 addressed = self._addressed(event, worker_id, dp_rank)
                 self.keys.add((addressed.worker_id, addressed.event.dp_rank))
                 self._publisher.publish(addressed)
 
     def _addressed(self, event: Publishable, worker_id: int, dp_rank: int) -> RouterEvent:
-        """An event with what it lacks: id, rank and worker; and with its tier, where it has the name of one."""
+        """Return an event with id, rank and worker added if missing, and a `StorageTier` in place of a tier's name."""
         if isinstance(event, EventData):
             event = KvCacheEvent(self.next_id(worker_id, dp_rank), event, dp_rank)
         if isinstance(event, KvCacheEvent):
             event = RouterEvent(worker_id, event)
         if not is_event(event):
             _refuse(event)
-        if type(event.storage_tier) is not StorageTier or event.chained:  # by hand it is for no request
+        if type(event.storage_tier) is not StorageTier or event.chained:  # an event made by hand belongs to no request
             event = replace(event, storage_tier=StorageTier.of(event.storage_tier), chained=False)
         if event.worker_id in self._workers.sink_ids:
             raise ValueError(f"worker {event.worker_id} is a sink of this test; publish its events through the sink")
         return event
 
     def next_id(self, worker_id: int, dp_rank: int) -> int:
-        """Take the id for an event made by hand that has none; it is not used again."""
+        """Take the next id for an event made by hand that has none; the id is not used again."""
         worker = self._workers.by_key.get(self._workers.key(worker_id, dp_rank))
-        published = self._publisher.next_id(worker_id, dp_rank)  # by hand perhaps, with ids of its own
+        published = self._publisher.next_id(worker_id, dp_rank)  # events made by hand may have had larger ids
         return published if worker is None else max(published, worker.manager.take_event_id())
 
 

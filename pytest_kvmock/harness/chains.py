@@ -1,7 +1,7 @@
 """Chains to look up in an index: those whose answers an event changes, and some that must match nothing.
 
-They come from the history of the stream, not from what is resident: a stale block is on no resident chain, and a
-comparison of those at the end alone would miss every Removed that an index did not apply.
+They come from the history of the stream, not from the resident blocks: a stale block is on no resident chain, so a
+comparison of resident chains would miss every Removed that an index did not apply.
 """
 
 from __future__ import annotations
@@ -19,13 +19,12 @@ from pytest_kvmock.values.tokens import block_hashes, sequence_hashes
 
 
 class QueriedChain(NamedTuple):
-    """A chain to look up: local hashes and block hashes from the first to the last; tokens and what they carried where
-    known.
+    """A chain to look up: local hashes and block hashes in order; tokens and extra data if known.
 
-    `after` are the tokens behind them that the name of the last block covers, too: a query by tokens has them.
+    `after` are the next tokens, if the name of the last block also covers them; a query by tokens includes them.
 
-    Of a negative query, which must match nothing, the block hashes only show which chain it was made from: by leaving
-    out its first block ("tail"), or by exchanging it for one that no worker stored ("foreign").
+    A negative query must match nothing. Its block hashes only show the chain that it was made from, by leaving out the
+    first block ("tail") or replacing it by one that no worker stored ("foreign").
     """
 
     local: tuple[int, ...]
@@ -37,11 +36,11 @@ class QueriedChain(NamedTuple):
 
     @property
     def block_size(self) -> int:
-        """Tokens a block; 0 where there are none."""
+        """Tokens per block; 0 if tokens are unknown."""
         return len(self.tokens) // len(self.local) if self.tokens and self.local else 0
 
     def part(self, start: int, stop: int) -> QueriedChain:
-        """The part of the chain from block `start` up to `stop`."""
+        """Return the part of the chain from block `start` up to `stop`."""
         size = self.block_size
         tokens = None if self.tokens is None else self.tokens[start * size : stop * size]
         extra = None if self.extra is None else part_of(self.extra, range(start, stop))
@@ -52,7 +51,7 @@ class QueriedChain(NamedTuple):
 
     @property
     def asked_tokens(self) -> tuple[int, ...] | None:
-        """The tokens to ask by; None where they are not known."""
+        """The tokens of a query by tokens; None if unknown."""
         return None if self.tokens is None else (*self.tokens, *self.after)
 
 
@@ -61,8 +60,8 @@ class Chains:
 
     Args:
         rng: picks foreign blocks.
-        with_tokens: the index under test is asked with tokens.
-        by_tier: it answers tier by tier.
+        with_tokens: whether the index under test is queried by tokens.
+        by_tier: whether it answers tier by tier.
     """
 
     def __init__(self, rng: Random, *, with_tokens: bool, by_tier: bool) -> None:
@@ -73,10 +72,11 @@ class Chains:
     def touched(self, event: RouterEvent, streams: Mapping[StreamKey, Stream]) -> Iterator[QueriedChain]:
         """Yield the chains whose answers an event changes.
 
-        Those of the last block stored, of each first block removed, and of three that were cleared; and once more
-        with the first block exchanged and without it, which must match nothing that the chain matched. After a Cleared
-        also those that it must not change: one of each other rank of the worker. A chain goes on through the blocks
-        held below the device, which may have come before those that link them to it.
+        These are the chains to the last stored block, to the first block of each removed run, and to a sample of the
+        cleared blocks; then the last of them again with its first block replaced, and without its first block, which
+        must not match. After a Cleared there are also chains that it must not change: one of each other rank of the
+        worker. A chain includes the blocks held below the device that follow it; they may have arrived before the
+        blocks that link them.
         """
         key = (event.worker_id, event.event.dp_rank)
         stream = streams[key]
@@ -84,7 +84,7 @@ class Chains:
         if isinstance(data, Stored):
             touched = [
                 block for block in data.block_hashes[-1:] if stream.was_stored(block)
-            ]  # not by another group alone
+            ]  # another cache group may have stored it
         elif not isinstance(data, Cleared):
             removed = set(data.block_hashes)
             touched = [b for b in data.block_hashes if stream.was_stored(b) and stream.parent(b) not in removed]
@@ -108,17 +108,17 @@ class Chains:
                         yield self.upto(spared, whole)
 
     def _through(self, stream: Stream, block: int) -> QueriedChain:
-        """The chain from the root through a block, as far as blocks held below the device go on from it."""
+        """Return the chain from the root through a block to the last block held below the device that follows it."""
         chain = self.upto(stream, block)
         last = stream.last_below(block) if self._by_tier else block
         if last == block:
             return chain
         longer = self.upto(stream, last)
-        # An index that takes tokens cannot be asked for blocks that came without.
+        # An index that takes tokens cannot be asked for blocks that came without tokens.
         return chain if chain.tokens is not None and longer.tokens is None else longer
 
     def all_of(self, stream: Stream) -> Iterator[QueriedChain]:
-        """Yield all chains that a worker and rank ever stored, oldest first, then two that must match nothing."""
+        """Yield all chains that a worker and rank ever stored, oldest first, then two chains that must not match."""
         chain = None
         for block in dict.fromkeys(map(stream.whole, stream.leaves())):
             if block is not None:
@@ -128,15 +128,15 @@ class Chains:
             yield from self.negative_queries(chain)
 
     def upto(self, stream: Stream, block: int) -> QueriedChain:
-        """The chain from the root to a block, as it was last stored."""
+        """Return the chain from the root to a block, as last stored."""
         stored = stream.read_chain(block, with_tokens=self._with_tokens)
         extra = stream.extra_of(stored.blocks) if self._with_tokens else None
         after = stream.next_tokens(block) if self._with_tokens and stored.tokens is not None else ()
         return QueriedChain(stored.local_hashes, stored.blocks, stored.tokens, extra=extra, after=after)
 
     def of_prompt(self, asked: AskedPrompt, streams: Mapping[StreamKey, Stream]) -> QueriedChain:
-        """The chain of a prompt that a test asks for; its block hashes are those of the stream that has stored most
-        of it.
+        """Return the chain of a prompt that a test looks up, with the block hashes of the stream that stored most of
+        it.
         """
         size, prompt = asked.block_size, asked.prompt
         local = tuple(prompt.block_hashes(size))
@@ -147,7 +147,9 @@ class Chains:
         return QueriedChain(local, blocks, tokens, extra=asked.extra)
 
     def _filled(self, stream: Stream, block: int) -> QueriedChain | None:
-        """The chain to a partial block with tokens that fill it up: another block, with only its parents held."""
+        """Return the chain to a partial block, filled up with tokens: a different block, of which only the parents are
+        held.
+        """
         event, parent = stream.stored_by(block), stream.parent(block)
         assert event is not None
         assert event.token_ids is not None
@@ -162,7 +164,7 @@ class Chains:
         return QueriedChain((*before.local, *local), blocks, (*before.tokens, *filled), extra=before.extra)
 
     def negative_queries(self, chain: QueriedChain) -> Iterator[QueriedChain]:
-        """Yield a chain with its first block exchanged, and without it. With tokens: one of the block differs."""
+        """Yield a chain with its first block replaced, and without it. A query by tokens changes one token of it."""
         if len(chain.local) > 1:
             foreign, size, rest = self._rng.getrandbits(64), chain.block_size, chain.part(1, len(chain.local))
             tokens = None
@@ -177,10 +179,10 @@ class Chains:
 
 
 def leading_run(stream: Stream, chain: QueriedChain) -> int:
-    """How many leading blocks of a chain are held according to the events, a parent that is only implied counted.
+    """Return how many leading blocks of a chain are held according to the events, including implied parents.
 
-    The chain's block hashes are those of its history, in which a wrong link may lead anywhere (in a circle even, where
-    the run ends), and a negative query has none of its own: so the hashes that its local hashes make are looked up too.
+    The chain's block hashes come from its history, where a wrong link may lead anywhere (a cycle ends the run), and a
+    negative query has no block hashes. So the hashes that follow from its local hashes are looked up too.
     """
     ways = (sequence_hashes(chain.local),) if chain.negative else (chain.blocks, sequence_hashes(chain.local))
     most = 0
@@ -195,10 +197,11 @@ def leading_run(stream: Stream, chain: QueriedChain) -> int:
 
 
 def without_a_word(stream: Stream, chain: QueriedChain) -> tuple[int, int] | None:
-    """The fewest and the most leading blocks of a chain that are right where leaves go without a Removed.
+    """Return the smallest and largest correct number of leading blocks if leaves were dropped without a Removed.
 
-    An index may obey `silently_gone`, or find such a leaf again when its parent has gone and come back, as one of
-    edges does. None where no leaf has gone so (TensorRT-LLM's V1: a free leaf that a partial match takes).
+    An index may apply `silently_gone`, or, if it keeps edges, may match such a leaf again after its parent was removed
+    and stored again. None if no leaf was dropped in this way (TensorRT-LLM's V1: a free leaf that a partial match
+    takes).
     """
     if not stream.gone and not stream.untold:
         return None
@@ -208,5 +211,5 @@ def without_a_word(stream: Stream, chain: QueriedChain) -> tuple[int, int] | Non
 
 
 def orphaned_in(stream: Stream, chain: QueriedChain) -> Orphaned | None:
-    """The orphans of a chain in a stream; None where it has none."""
+    """Return the orphans of a chain in a stream; None if it has none."""
     return orphaned(stream, chain.local, () if chain.negative else chain.blocks) if stream.orphaned else None

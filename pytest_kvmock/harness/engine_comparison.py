@@ -1,4 +1,4 @@
-"""Comparison of stream and engine: the blocks held according to the events, and those that the engine holds."""
+"""Comparison of stream and engine: the blocks held according to the events, and the blocks that the engine holds."""
 
 from __future__ import annotations
 
@@ -19,25 +19,24 @@ Residents: TypeAlias = Iterable[tuple[StreamKey, StorageTier, Callable[[], Itera
 
 
 class EngineComparison:
-    """Compares, at each flush, ids with what was published, held blocks with capacities, and the stream with the
-    engines.
+    """Compares, at each flush, arrived ids with published ids, held blocks with capacities, and streams with engines.
 
     Args:
-        judge: has what arrived; problems are reported there.
+        judge: has the arrived events, and records problems.
     """
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
         self._resident: dict[tuple[StreamKey, StorageTier], Callable[[], Iterable[int]]] = {}
-        self._mute: set[StreamKey] = set()  # those whose callable has raised
+        self._mute: set[StreamKey] = set()  # workers and ranks whose callable has raised
 
     def compare_with(
         self, worker_id: int, dp_rank: int, storage_tier: StorageTier | str, resident: Callable[[], Iterable[int]]
     ) -> None:
-        """Compare from here on the stream of a worker, rank and tier with the resident blocks that a callable returns.
+        """Start to compare the stream of a worker, rank and tier with the resident blocks that a callable returns.
 
         Raises:
-            ValueError: there is no such tier.
+            ValueError: an unknown tier.
         """
         __tracebackhide__ = True
         self._resident[(worker_id, dp_rank), StorageTier.of(storage_tier)] = resident
@@ -49,10 +48,11 @@ class EngineComparison:
                 self._resident.pop((key, tier), None)
 
     def _residents(self, workers: Iterable[KvWorker]) -> Residents:
-        """The sources of resident blocks: callables, and workers, with the device and each tier that is known of them.
+        """Return the sources of resident blocks: callables, and workers with their device and each known lower tier.
 
-        A worker that has never published, and holds nothing, is only a name for events made by hand. One that does not
-        publish any more, as it became a decode engine, is not compared, nor one that was reset and has not said so yet.
+        These workers are left out: one that never published and holds nothing, as it is only a name for events made by
+        hand; one that stopped publishing because it became a decode engine; and one whose Cleared is still waiting
+        after a reset.
         """
         sources = [(key, tier, resident) for (key, tier), resident in self._resident.items()]
         for worker in workers:
@@ -60,7 +60,7 @@ class EngineComparison:
                 continue
             if worker.is_watched or (worker.publishes and (worker.has_published or worker.manager.resident())):
                 key = (worker.worker_id, worker.dp_rank)
-                # What events promise, of an engine that drops some without a word.
+                # What events promise, for an engine that drops some blocks without an event.
                 promised = getattr(worker.manager, "announced", worker.manager.resident)
                 sources.append((key, StorageTier.DEVICE, promised))
                 tiers = self._judge.ledger.stream(key).spec.tier_blocks or ()
@@ -68,10 +68,10 @@ class EngineComparison:
         return sources
 
     def flush(self, next_ids: Mapping[StreamKey, int], workers: Iterable[KvWorker]) -> None:
-        """Compare what can be compared by now, and report what is new.
+        """Compare what can be compared now, and report new problems.
 
         Args:
-            next_ids: the id after the last one that was published, by worker and rank.
+            next_ids: the id after the last published one, by worker and rank.
             workers: the engines.
         """
         judge, book = self._judge, self._judge.book
@@ -91,13 +91,13 @@ class EngineComparison:
         judge.log.note(oldest_first(drift, judge.ledger.streams, judge.log))
 
     def _compare(self, entry: IdsPublished | Counted) -> None:
-        """Have each ledger take an entry, and report what is new."""
+        """Pass an entry to each ledger, and report new problems."""
         book = self._judge.book
         real = () if book is None else book.ledger.take(entry)
         self._judge.note(self._judge.ledger.take(entry), real)
 
     def _resident_blocks(self, key: StreamKey, resident: Callable[[], Iterable[int]]) -> list[int] | None:
-        """The resident blocks that a callable returns; None, and a problem reported once, where it raises."""
+        """Return the resident blocks that a callable returns; None if it raises, which is reported once."""
         try:
             blocks = list(resident())
             check_block_hashes(blocks)
@@ -113,10 +113,10 @@ class EngineComparison:
         return blocks
 
     def differences(self, workers: Iterable[KvWorker]) -> list[Problem]:
-        """Return where stream and engines differ now, reported before or not; nothing is added to the log."""
+        """Return all current differences between streams and engines, even reported ones; the log does not change."""
         judge = self._judge
         survives = judge.book is not None and judge.book.survival is not None
-        ledger = judge.book.ledger if judge.book is not None and survives else judge.ledger  # without what is survived
+        ledger = judge.book.ledger if judge.book is not None and survives else judge.ledger  # no survived faults
         found = []
         for key, tier, resident in self._residents(workers):
             stream = ledger.streams[key]

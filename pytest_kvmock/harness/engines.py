@@ -1,4 +1,4 @@
-"""The engines of a harness: mock engines in virtual time over its workers, recorded as these are."""
+"""The engines of a harness: mock engines in virtual time that use its workers; their operations are recorded."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ if TYPE_CHECKING:
 class HarnessEngine(MockEngine):
     """An engine of a harness; the operations on it are recorded.
 
-    What a request generates follows from the seed, the worker, the end of its prompt, and how many such requests there
-    were before: it is the same where other requests are left out, as in a reproduction.
+    The tokens that a request generates follow from the seed, the worker, the length and end of its prompt, and the
+    number of earlier requests that share these. So they stay the same if other requests are left out, as in a
+    reproduction.
 
     Args:
-        args: what it is.
+        args: the arguments of the engine.
         worker: the worker whose manager it uses.
         recording: records the operations.
         seed: seed of generated tokens.
 
     Attributes:
-        driver: the only driver of it now, in words; None: the test.
-        output_of: returns the source of the tokens that a prompt is answered with; None: they follow from the seed.
+        driver: the code that currently drives it exclusively, in words; None: the test.
+        output_of: returns the source of the tokens generated for a prompt; None: they follow from the seed.
     """
 
     driver: str | None = None
@@ -53,7 +54,7 @@ class HarnessEngine(MockEngine):
         """Run one pass of the engine (`MockEngine.step`).
 
         Raises:
-            RequestError: another drives it.
+            RequestError: something else drives the engine.
         """
         self._check_driver("step")
         return super().step()
@@ -62,7 +63,7 @@ class HarnessEngine(MockEngine):
         """Run passes of the engine (`MockEngine.run`).
 
         Raises:
-            RequestError: another drives it.
+            RequestError: something else drives the engine.
         """
         self._check_driver("run")
         return super().run(until_ms)
@@ -81,29 +82,29 @@ class HarnessEngine(MockEngine):
 
 
 def engine_args(profile: EngineProfile, spec: BackendSpec, fields: Mapping[str, Any]) -> MockEngineArgs:
-    """Return the arguments of an engine by a profile; its type is that of the backend's scheduler.
+    """Return the arguments of an engine made from a profile; its type is that of the backend's scheduler.
 
     Raises:
-        ValueError: a field is unknown, out of range, or contradicts profile or backend. All sizes of the profile count:
-            it is what its worker is made by.
+        ValueError: a field is unknown, out of range, or contradicts profile or backend. All sizes of the profile count
+            as explicit, as its worker was made from them.
     """
     fields = {"engine_type": spec.scheduler, **fields}
     return MockEngineArgs.from_profile(profile, explicit=_SIZES, **fields).following(spec.semantics)
 
 
 def differences(has: MockEngineArgs, asked: MockEngineArgs) -> str:
-    """Return "max_num_seqs is 256, asked for 3"."""
+    """Return the text of the fields that differ: "max_num_seqs is 256, asked for 3"."""
     names = [each.name for each in dataclasses.fields(has) if each.compare]
     differ = [name for name in names if getattr(has, name) != getattr(asked, name)]
     return ", ".join(f"{name} is {getattr(has, name)!r}, asked for {getattr(asked, name)!r}" for name in differ)
 
 
 _SIZES: Final = ("num_blocks", "block_size", "prefix_caching", "dp_size", "chunk")
-"""The fields of a profile that its engines have."""
+"""The fields of a profile that its engines also have."""
 
 
 def wrong_fields(fields: Mapping[Any, Any]) -> list[str]:
-    """List what is wrong with fields for engines of any backend: what is with each, or else with all together."""
+    """List what is wrong with fields for engines of any backend: with single fields, or else with all together."""
     unnamed = [f"a field is named by a string, got {name!r:.80}" for name in fields if not isinstance(name, str)]
     if unnamed:
         return unnamed
@@ -124,7 +125,7 @@ def _wrong_together(fields: Mapping[str, Any]) -> list[str]:
 def engine_profile(
     profile: EngineProfile, engine: Mapping[str, Any], explicit: Collection[str] | None = None
 ) -> EngineProfile:
-    """Return a profile with the sizes of an engine laid over it.
+    """Return a profile with the sizes of an engine applied.
 
     Args:
         profile: the profile.
@@ -132,7 +133,7 @@ def engine_profile(
         explicit: names of the fields that the profile sets explicitly; see `MockEngineArgs.from_profile`.
 
     Raises:
-        ValueError: one contradicts a field that the profile sets, or is unknown or out of range.
+        ValueError: a field is unknown, out of range, or contradicts a field that the profile sets.
     """
     if not engine:
         return profile
@@ -146,7 +147,7 @@ def engine_profile(
 
 
 def engine_fields(args: MockEngineArgs, profile: EngineProfile, spec: BackendSpec) -> dict[str, Any]:
-    """Return the fields by which `engine_args` makes these arguments; groups of them as mappings."""
+    """Return the fields from which `engine_args` makes these arguments; groups of fields are mappings."""
     plain = engine_args(profile, spec, {})
     given = {each.name: getattr(args, each.name) for each in dataclasses.fields(args) if each.init}
     given = {name: value for name, value in given.items() if value != getattr(plain, name)}

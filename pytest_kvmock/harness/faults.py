@@ -1,7 +1,7 @@
 """The faults that a test injects (`kv_harness.faults`).
 
-One subject, one class: a method for each fault, with its arguments and errors. What a fault does to an event is in
-`pytest_kvmock.oracle.faults`.
+One subject: a class with one method for each fault, with its arguments and errors. `pytest_kvmock.oracle.faults` has
+the changes that faults make to events.
 """
 
 from __future__ import annotations
@@ -31,25 +31,26 @@ if TYPE_CHECKING:
 __all__ = ["Faults"]
 
 LATE_BY = 2
-"""After how many more events of its worker and rank a delayed event arrives, by default."""
+"""Default number of further events of its worker and rank after which a delayed event arrives."""
 
 
 class Faults:
     """Injects faults between workers and router (`kv_harness.faults`).
 
-    Most faults apply to the next `n` events that match their filters; `n=None` is every one until the fault is stopped.
-    Each of these methods returns a `Fault`, which is a context manager too; the others have done all that they do. One
-    fault at most applies to an event: the one that was asked for first, and one at random if no other applies.
+    Most faults apply to the next `n` events that match their filters; `n=None` means every event until the fault is
+    stopped. Their methods return a `Fault`, which is also a context manager. The other faults have taken effect when
+    their method returns. At most one fault applies to an event: the first requested one, or a random one if no other
+    applies.
 
-    A problem that is a result of a fault is marked so (`Problem.fault`), and fails the test as any other, unless the
-    test expects it, allows the rule, or requires that its router survives such faults (`survive`).
+    A problem that results from a fault names it (`Problem.fault`). It fails the test like any other, unless the test
+    expects it, allows the rule, or requires that its router survives such faults (`survive`).
 
     Args:
-        profile: the router's.
+        profile: the router's profile.
         workers: the workers whose events are changed.
-        publisher: where faults are injected.
-        judge: records what faults do.
-        seed: of what is random.
+        publisher: injects the faults.
+        judge: records the effects of faults.
+        seed: seed of random choices.
     """
 
     def __init__(self, profile: EngineProfile, workers: Workers, publisher: Publisher, judge: Judge, seed: str) -> None:
@@ -71,9 +72,9 @@ class Faults:
         """Lose events: they do not arrive.
 
         Args:
-            n: how many; None: every one until it is stopped.
-            kind: only "stored", "removed", "cleared", "located" or "updated" ones; any if None.
-            worker: only those of this worker, or of this (worker, rank).
+            n: number of events; None: every event until the fault is stopped.
+            kind: only "stored", "removed", "cleared", "located" or "updated" events; any if None.
+            worker: only events of this worker, or of this (worker, rank).
 
         Raises:
             ValueError: a count below 1, an unknown kind, or a worker that does not exist.
@@ -91,7 +92,7 @@ class Faults:
     def delay(
         self, n: int | None = 1, *, by: int = LATE_BY, kind: str | None = None, worker: WorkerKey | None = None
     ) -> Fault:
-        """Deliver events late: after `by` more of their worker and rank. If that many do not follow, they never arrive.
+        """Deliver events late: after `by` more of their worker and rank. If fewer follow, they never arrive.
 
         The other arguments, and the errors: see `lose`.
         """
@@ -99,7 +100,7 @@ class Faults:
         return self._script("delay", changes.lost, n, kind=kind, worker=worker, late_by=by, by=by)
 
     def wrong_parent(self, n: int | None = 1, *, parent: int | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Give Stored events this parent, or a block that was never stored. Other arguments and errors: see `lose`."""
+        """Give Stored events this parent; None: one that was never stored. Other arguments and errors: see `lose`."""
         if parent is not None and (not is_integer(parent) or not 0 <= parent < 2**64):
             raise ValueError(
                 f"kv_harness.faults.wrong_parent: parent must be a hash from 0 to 2**64 - 1, got {block_text(parent)}"
@@ -115,19 +116,18 @@ class Faults:
         kind: str | None = None,
         worker: WorkerKey | None = None,
     ) -> Fault:
-        """Deliver events as those of another worker, and not as those of their own.
+        """Deliver events as events of another worker instead of their own.
 
-        With a `to` of the same worker and another rank, an event has the wrong scope: a Cleared of one rank empties
-        another.
+        If `to` is another rank of the same worker, an event has the wrong scope: a Cleared of one rank empties another.
 
         Args:
             n: see `lose`.
-            to: the worker, or (worker, rank), that they arrive as; the next other worker if None.
+            to: the worker, or (worker, rank), that the events arrive from; the next other worker if None.
             kind: see `lose`.
             worker: see `lose`.
 
         Raises:
-            ValueError: as `lose`; or there is no other worker.
+            ValueError: see `lose`; or there is no other worker.
         """
         if to is not None:
             target = self._streams("foreign", "to", to)[0]
@@ -139,7 +139,7 @@ class Faults:
         return self._script("foreign", change, n, kind=kind, worker=worker, to=to)
 
     def unknown_removed(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
-        """Add to Removed events a block that was never stored. Arguments and errors: see `lose`."""
+        """Add two blocks that were never stored to Removed events. Arguments and errors: see `lose`."""
         return self._script("unknown_removed", changes.unknown_removed(self._rng), n, worker=worker)
 
     def self_parent(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
@@ -147,23 +147,23 @@ class Faults:
         return self._script("self_parent", changes.self_parent, n, worker=worker)
 
     def sink_failure(self, n: int | None = 1, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Raise in a sink between worker and router: the router never gets the event. Arguments and errors: see
+        """Raise in a sink between worker and router, so that the router never gets the event. Arguments and errors: see
         `lose`.
         """
         return self._script("sink_failure", changes.lost, n, kind=kind, worker=worker)
 
     def missing_first(self, n: int | None = 1, *, worker: WorkerKey | None = None) -> Fault:
-        """Lose the first event, the one with id 0, of the next `n` workers and ranks that begin.
+        """Lose the first event (id 0) of the next `n` workers and ranks that begin.
 
         Arguments and errors: see `lose`.
         """
         return self._script("missing_first", changes.first_lost, n, worker=worker)
 
     def late_join(self, *, worker: WorkerKey | None = None) -> Fault:
-        """Lose every event until this is stopped, or the `with` block is left: the router joins late.
+        """Lose every event until the fault is stopped, or the `with` block ends: the router joins late.
 
         Args:
-            worker: only events of this worker, or of this (worker, rank); of all if None.
+            worker: only events of this worker, or of this (worker, rank); None: of all workers.
 
         Raises:
             ValueError: a worker that does not exist.
@@ -177,10 +177,10 @@ class Faults:
         cache_namespace: str | None = None,
         worker: WorkerKey | None = None,
     ) -> Fault:
-        """Hash with a salt in workers and without in the router: no prompt of the router matches what they store.
+        """Hash with a salt in workers but not in the router, so that no prompt of the router matches their blocks.
 
-        Events are changed on their way: the hashes become those that a salted engine publishes for the tokens that
-        travel with the event. Events without tokens stay as they are.
+        The hashes of events are replaced by those that a salted engine publishes for the event's tokens. Events without
+        tokens do not change.
 
         Args:
             lora_name: the salt of a LoRA adapter.
@@ -188,7 +188,7 @@ class Faults:
             worker: only this worker, or this (worker, rank).
 
         Raises:
-            ValueError: no salt, one that is no text, or a worker that does not exist.
+            ValueError: no salt, a salt that is no text, or a worker that does not exist.
         """
         for name, value in (("lora_name", lora_name), ("cache_namespace", cache_namespace)):
             if value is not None and not _is_text(value):
@@ -199,21 +199,21 @@ class Faults:
         return self._script("salt", change, None, worker=worker, lora_name=lora_name, cache_namespace=cache_namespace)
 
     def signed(self, n: int | None = None, *, kind: str | None = None, worker: WorkerKey | None = None) -> Fault:
-        """Give the index under test the hashes of blocks as i64: those from 2**63 on are negative.
+        """Give the index under test block hashes as i64: those from 2**63 on are negative.
 
-        A hash in an event is a u64, so this cannot travel: what arrives is valid, and so is what the log shows; only
-        what `apply` of the index gets is changed. An index that treats hashes as opaque names is not affected, unless
-        some of its events come signed and others do not (`n`, or `kind`). Local hashes are the router's own and stay.
-        The fault does not apply to an event whose hashes are all below 2**63.
+        A hash in an event is a u64, so the arriving event and the log stay valid; only the argument of the index's
+        `apply` is changed. An index that treats hashes as opaque names is not affected, unless only some of its events
+        are signed (`n`, or `kind`). Local hashes are computed by the router and do not change. The fault does not apply
+        to an event whose hashes are all below 2**63.
 
         Args:
-            n: how many events; every one by default.
+            n: number of events; every event by default.
             kind: see `lose`.
             worker: see `lose`.
 
         Raises:
-            ValueError: as `lose`; there is no index under test; or every worker that it may apply to is of an engine
-                whose hashes are signed already, as SGLang's are.
+            ValueError: see `lose`; or there is no index under test; or the engines of all matching workers already
+                publish signed hashes, as SGLang does.
         """
         if self._judge.under_test is None:
             raise ValueError("kv_harness.faults.signed: there is no index under test that could be given signed hashes")
@@ -236,7 +236,7 @@ class Faults:
         `KvWorker.restart`.
 
         Args:
-            worker: which, all its ranks; or which (worker, rank).
+            worker: the worker, with all its ranks, or a (worker, rank).
 
         Raises:
             ValueError: a worker that does not exist.
@@ -251,11 +251,11 @@ class Faults:
         return DoneAtOnce("restart")
 
     def crashed(self, worker: WorkerKey) -> None:
-        """Record that a worker dies, in a fleet (`Moment.crash`): nothing of it is lost or changed, there is no more of
-        it.
+        """Record that a worker of a fleet dies (`Moment.crash`). Its published events arrive unchanged, and no others
+        follow.
 
         Args:
-            worker: which, all its ranks; or which (worker, rank).
+            worker: the worker, with all its ranks, or a (worker, rank).
 
         Raises:
             ValueError: a worker that does not exist.
@@ -267,10 +267,10 @@ class Faults:
                 self._judge.crashed(key)
 
     def clear(self, worker: WorkerKey = 0) -> DoneAtOnce:
-        """Deliver a Cleared of a worker and rank that it never published: the router drops its blocks.
+        """Deliver a Cleared that the worker and rank never published: the router drops its blocks.
 
         Args:
-            worker: which, all its ranks; or which (worker, rank).
+            worker: the worker, with all its ranks, or a (worker, rank).
 
         Raises:
             ValueError: a worker that does not exist.
@@ -286,20 +286,19 @@ class Faults:
         return DoneAtOnce("clear")
 
     def block_size(self, size: int, *, worker: int | None = None) -> KvWorker:
-        """Make one more worker, which has blocks of another size than the router.
+        """Add a worker whose block size differs from the router's.
 
-        Its events show that, by the tokens that travel with them; the router still looks up with the block size of the
-        profile.
+        The tokens in its events show the size; the router still looks up with the block size of the profile.
 
         Args:
-            size: its tokens a block.
-            worker: its id; the lowest that is free if None.
+            size: its tokens per block.
+            worker: its id; None: the lowest free id.
 
         Returns:
             The worker.
 
         Raises:
-            ValueError: a size that the backend refuses, or that is the router's; a worker that exists already.
+            ValueError: a size that the backend rejects, or the router's own size; or a worker that exists already.
         """
         if size == self._profile.block_size:
             raise ValueError(f"kv_harness.faults.block_size: {size} is the block size of the router")
@@ -316,17 +315,17 @@ class Faults:
     # ------------------------------------------------------------------------------------------ of the stores
 
     def evict(self, store: str, n: int | None = None) -> DoneAtOnce:
-        """Have a store drop its oldest blocks: files, objects, or chunks.
+        """Let a store drop its oldest blocks: files, objects, or chunks.
 
-        LMCache's server says so in its log, and HiCache's master in its stream; of files and of Mooncake below vLLM no
-        stream says it, so that an index may be stale.
+        LMCache's server reports this in its log, and HiCache's master in its stream. For files and for Mooncake below
+        vLLM no stream reports it, so an index may be stale.
 
         Args:
             store: its name.
-            n: how many; None: all.
+            n: number of blocks; None: all.
 
         Raises:
-            ValueError: an unknown store, or no count of at least 1.
+            ValueError: an unknown store, or a count below 1.
         """
         target = self._store("evict", store)
         if n is not None:
@@ -335,7 +334,7 @@ class Faults:
         return DoneAtOnce("evict")
 
     def restart_store(self, store: str) -> DoneAtOnce:
-        """Restart a store, with nothing in it: the streams of LMCache's workers say so, as they next read its log.
+        """Restart a store, empty. The streams of LMCache's workers report it when they next read its log.
 
         Args:
             store: its name.
@@ -349,16 +348,17 @@ class Faults:
         return DoneAtOnce("restart_store")
 
     def trim_log(self, store: str, keep: int = 0) -> DoneAtOnce:
-        """Have LMCache's server forget all but the last records of its log.
+        """Let LMCache's server drop all but the last records of its log.
 
-        A worker that has not read them takes back all that it announced, and is silent of what it did not read.
+        A worker that has not read the dropped records withdraws all that it announced, and never reports what it did
+        not read.
 
         Args:
             store: its name.
-            keep: how many stay.
+            keep: number of records that stay.
 
         Raises:
-            ValueError: an unknown store, or one without a log.
+            ValueError: an unknown store, or a store without a log.
         """
         target = self._store("trim_log", store, needs="trim_log")
         check_integer("kv_harness.faults.trim_log: keep", keep, 0)
@@ -376,7 +376,7 @@ class Faults:
         return made[store]
 
     def _inject_in_store(self, fault: str, store: str, names: Sequence[int] = ()) -> None:
-        """Record that a fault of a store: no stream was changed, and each of its workers is concerned."""
+        """Record a fault of a store: it changed no stream, and concerns each of the store's workers."""
         workers = self._judge.reference.stores[store].workers
         keys = [key for key in sorted(self._judge.ledger.streams) if key[0] in workers]
         with self._publisher.lock:
@@ -391,17 +391,17 @@ class Faults:
         """Require that the router survives these faults.
 
         Their results in the stream do not fail the test. But an index under test must be right in spite of them: at
-        each flush and at the end its answers are compared with what was *published*, as far as a router can detect it.
-        Until it has recovered from a fault, its answers for that worker and rank are not compared after each event; and
-        once another fault has changed their stream, not at all.
+        each flush and at the end its answers are compared with the *published* events, as far as a router can detect
+        them. Until it has recovered from a fault, its answers for that worker and rank are not compared after each
+        event; after another fault has changed the stream, they are not compared at all.
 
-        Events may have been published before, if all of them arrived as they were.
+        Earlier events are allowed if all of them arrived as published.
 
         Args:
             *names: names of faults, added to those of earlier calls.
 
         Raises:
-            ValueError: an unknown fault, one that no router can survive; or a fault was injected already, or a sink has
+            ValueError: an unknown fault, or one that no router can survive; or a fault was already injected, or a sink
                 kept an event from the router.
         """
         survived = check_survived(names, "kv_harness.faults.survive: ")
@@ -425,10 +425,10 @@ class Faults:
         return DoneAtOnce("survive")
 
     def at_random(self, rates: Mapping[str, float]) -> DoneAtOnce:
-        """Inject faults at random, by the seed of the harness and its name.
+        """Inject faults at random, each with a generator seeded by the harness's seed and the fault's name.
 
         Args:
-            rates: by name, how often each strikes an event that it applies to, from 0 to 1.
+            rates: by name, the probability that an event gets the fault if it applies, from 0 to 1.
 
         Raises:
             ValueError: see `check_rates`.
@@ -452,7 +452,7 @@ class Faults:
         return DoneAtOnce("at_random")
 
     def unmet(self) -> list[str]:
-        """Stop all scripted faults; return a sentence for each that was injected less often than asked for."""
+        """Stop all scripted faults; return a sentence for each that was injected less often than requested."""
         unmet = [sentence for fault in self._scripted if (sentence := fault.unmet()) is not None]
         for fault in list(self._scripted):
             fault.stop()
@@ -471,7 +471,7 @@ class Faults:
         of_index_input: bool = False,
         **arguments: Any,
     ) -> Fault:
-        """Arm a fault; `arguments` are those to show in addition to n and worker, an event's kind among them."""
+        """Arm a fault; `arguments` are shown in addition to n and worker, and may include the kind of events."""
         if n is not None:
             _check_count(name, "n", n)
         only = arguments.get("kind")
@@ -505,10 +505,10 @@ class Faults:
         return fault
 
     def _streams(self, fault: str, argument: str, worker: WorkerKey) -> list[StreamKey]:
-        """The streams of a worker, or of one rank of it.
+        """Return the streams of a worker, or of one of its ranks.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no stream.
         """
         known = sorted(self._judge.ledger.streams)
         found = [key for key in known if (key == worker if isinstance(worker, tuple) else key[0] == worker)]
@@ -521,10 +521,10 @@ class Faults:
         return found
 
     def _engines(self, fault: str, worker: WorkerKey) -> list[KvWorker]:
-        """The engines of a worker, or of one rank of it.
+        """Return the engines of a worker, or of one of its ranks.
 
         Raises:
-            ValueError: there is none.
+            ValueError: there is no engine.
         """
         engines = {(one.worker_id, one.dp_rank): one for one in self._workers.by_key.values()}
         found: list[KvWorker] = [engines[key] for key in self._streams(fault, "worker", worker) if key in engines]
@@ -535,7 +535,7 @@ class Faults:
         return found
 
     def _next_worker(self, own: StreamKey) -> StreamKey | None:
-        """The next other worker, with the same rank if it has it; None where there is no other."""
+        """Return the next other worker, with the same rank if it has one; None if there is no other."""
         others = sorted(key for key in self._judge.ledger.streams if key[0] != own[0])
         if not others:
             return None
@@ -544,7 +544,7 @@ class Faults:
         return next((key for key in ranks if key[1] == own[1]), ranks[0])
 
     def _begin(self) -> None:
-        """Inject faults from here on."""
+        """Start to inject faults."""
         self._publisher.use_injector(self._injector)
 
 
@@ -553,12 +553,12 @@ def _check_count(fault: str, name: str, value: object) -> None:
 
 
 def _is_signed(worker: KvWorker) -> bool:
-    """Whether an engine publishes signed hashes; Dynamo's managers have no hasher, their hashes are the caller's."""
+    """Whether an engine publishes signed hashes. Dynamo's managers have no hasher; the caller makes their hashes."""
     return bool(getattr(getattr(worker.manager, "hasher", None), "signed", False))
 
 
 def _is_text(value: object) -> bool:
     try:
         return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:  # half of a surrogate pair; it has no hash
+    except UnicodeEncodeError:  # half of a surrogate pair cannot be hashed
         return False

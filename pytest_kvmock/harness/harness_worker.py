@@ -1,4 +1,4 @@
-"""A worker of a harness: made by a profile, recorded, and publishing to the router."""
+"""A worker of a harness: it is made from a profile, records its operations, and publishes to the router."""
 
 from __future__ import annotations
 
@@ -21,32 +21,33 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.tokens import Prompt, TokenIds
 
 _MANAGERS: Final[set[type]] = set()
-"""Classes that were found to have the methods of a manager: each test makes some."""
+"""Classes that were already found to have the methods of a manager, as each test makes managers."""
 
 
 class HarnessWorker(KvWorker):
-    """A worker of a harness: made by a profile, and recorded; it may announce a restart. Events are held until it is
-    known.
+    """A worker of a harness: made from a profile, with recorded operations; it may announce a restart. Its events are
+    held until the harness knows it.
 
     Args:
         spec: its backend.
         worker_id: its id.
         dp_rank: its rank.
         profile: its size and kind.
-        publisher: where it publishes.
+        publisher: receives its events.
         recording: records the operations on it.
         rng: source of generated tokens and of the names of partial blocks.
-        by_tokens: the method by which the index under test is asked by tokens; None: it is not.
-        role: what it is for in a P/D pair; None: it is in none. What such a worker does is not recorded.
-        below: what is below its device, as the option `tiers` of its backend; None: nothing.
+        by_tokens: the method that queries the index under test by tokens; None: the index is not queried by tokens.
+        role: its role in a P/D pair; None: it is in no pair. The operations of a worker with a role are not recorded.
+        below: the tiers below its device, as the option `tiers` of its backend; None: no tiers.
 
     Raises:
-        ValueError: the backend refused, raised, or made what is no manager or one of another backend.
+        ValueError: the backend rejected the options, raised, or made something that is no manager or belongs to another
+            backend.
 
     Attributes:
         spec: its backend.
-        role: what it is for in a P/D pair, or None.
-        rejoin: joins its port to those of the other ranks of its worker; None if it has none.
+        role: its role in a P/D pair, or None.
+        rejoin: joins its port to those of the other ranks of its worker; None if it has no port.
     """
 
     rejoin: Callable[[], None] | None = None
@@ -86,9 +87,9 @@ class HarnessWorker(KvWorker):
         )
 
     def accept(self, prompt: Prompt | TokenIds) -> Prompt:
-        """Accept a request; a prompt without tokens is refused where the index under test could not be asked for it.
+        """Accept a request. A prompt without tokens is rejected if the index under test can only be queried by tokens.
 
-        What the worker published for it would be one failure of the index an event.
+        Otherwise each event of the request would make the index fail.
         """
         accepted = super().accept(prompt)
         if self._by_tokens is not None and self.publishes:
@@ -97,39 +98,37 @@ class HarnessWorker(KvWorker):
 
     @property
     def next_id(self) -> int | None:
-        """The id of its next event; None while it holds events, or something drives it that does not wait for a
-        test.
-        """
+        """The id of its next event; None while it holds events, or while something other than the test drives it."""
         if self._recorder.held or getattr(self._engine, "driver", None) is not None:
             return None
         return self._publisher.next_id(self.worker_id, self.dp_rank)
 
     def _begin_anew(self) -> None:
-        """Begin with another port, which is joined to those of the other ranks; a fleet or a server joins its own."""
+        """Begin again with a new port, joined to those of the other ranks; a fleet or a server joins ports itself."""
         super()._begin_anew()
         if self.rejoin is not None and self._engine is None:
             self.rejoin()
 
     def _announce_restart(self, announced: bool) -> None:
-        """An announced restart removes the worker from ledger and indexes first. Its `KvPublisher` restarts, too."""
+        """Restart the worker's stream and `KvPublisher`; if announced, first remove it from ledger and indexes."""
         self._publisher.worker_restarted((self.worker_id, self.dp_rank), announced=announced)
 
 
 def options_of(profile: EngineProfile) -> dict[str, Any]:
-    """Options that a profile asks of the backend of its workers: tiers, if it has any."""
+    """Return the options that a profile passes to the backend of its workers: tiers, if it has any."""
     return {} if profile.tiers is None else {"tiers": profile.tiers}
 
 
 def _make_manager(
     spec: BackendSpec, profile: EngineProfile, dp_rank: int, options: Mapping[str, Any], sink: Sink | None
 ) -> KvManager:
-    """Make the block manager of a worker, and check that it is one, of this backend."""
+    """Make the block manager of a worker; check that it has a manager's methods and is of this backend."""
     spec.check_options(options)
     try:
         manager = spec.make(
             num_blocks=profile.num_blocks, block_size=profile.block_size, dp_rank=dp_rank, sink=sink, **options
         )
-    except ValueError:  # a refusal, with a message of its own
+    except ValueError:  # a rejection, with its own message
         raise
     except Exception as error:
         raise ValueError(f"backend {spec.name!r}: make raised {type(error).__name__}: {error}") from error

@@ -2,17 +2,17 @@
 
 One subject: a query, from the event that causes it to the problem that its answer shows.
 
-Where a backend is not prefix-closed the reference itself can be wrong: it loses the children of a block that is removed
-before them, and applies the event of an engine that links a block to its own descendant. There, any answer between that
-of the reference and the leading run of blocks that are held according to the events is right. So it is for chains in
-which two blocks stand for one place, and for those through a block that an engine has left without its parent; an
-answer outside of that is listed under `orphaned_child`, but not one that counts what is not held, or is behind a hole.
+If a backend is not prefix-closed, the reference itself can be wrong: it loses the children of a block that is removed
+before them, and it applies an event that links a block to its own descendant. Then every answer between that of the
+reference and the leading run of held blocks, according to the events, is correct. The same applies to chains with two
+blocks for one place, and to chains through a block that an engine left without its parent. An answer outside of this
+range is listed under `orphaned_child`, unless it counts blocks that are not held or that follow a hole.
 
-For a hybrid model, any answer is right from what the engine would reuse (`harness.reuse`) up to what its attention
-group holds. The engine is asked at rest: what an event leaves open is looked up again then.
+For a hybrid model every answer is correct from what the engine would reuse (`harness.reuse`) up to what its attention
+group holds. Engines are asked at rest; chains that an event leaves open are looked up again then.
 
-An index that has `find_tiered` or `match_tiered` answers tier by tier. As soon as an event has named a tier below the
-device, it is asked for those too.
+An index with `find_tiered` or `match_tiered` answers tier by tier. It is asked for tiers below the device as soon as an
+event has named one.
 """
 
 from __future__ import annotations
@@ -61,14 +61,14 @@ Sync: TypeAlias = Literal["every", "auto", "burst", "end"]
 SYNC: Final = ("every", "auto", "burst", "end")
 
 ALWAYS_UPTO: Final = 2000
-"""With sync="auto", this many events are each followed by a comparison, then one in `THEN_ONE_IN`."""
+"""With sync="auto", a comparison follows each of this many events, then one event in `THEN_ONE_IN`."""
 THEN_ONE_IN: Final = 16
 
 MOST_IN_A_BURST: Final = 10_000
-"""How many events an index is given at most without a flush."""
+"""Maximum number of events that an index is given without a flush."""
 
 _SCOPE: Final = ("lora_name", "cache_salt")
-"""What says whose a prompt is, in addition to its tokens."""
+"""The keys, in addition to tokens, that name the owner of a prompt."""
 
 
 class IndexComparison:
@@ -76,16 +76,16 @@ class IndexComparison:
 
     Args:
         under_test: the user's index.
-        reference: the reference index; it has every event before the index under test.
+        reference: the reference index; it gets every event before the index under test.
         ledger: has the history that the chains come from.
         rng: picks foreign blocks, and events in long tests.
-        sync: when to compare: after every event, after some of many, after a burst of events, or at the end alone.
-        reuse: asks engines what they would reuse.
-        after_flush: applies to ledger and reference what the index got when it asked a worker.
+        sync: when to compare: after every event, after some of many, after a burst of events, or only at the end.
+        reuse: asks engines how much they would reuse.
+        after_flush: applies to ledger and reference the answers that the index got from workers.
 
     Attributes:
-        waiting: what the index has not been given yet: an async one's events, until it is flushed.
-        survival: in place of ledger and reference, where the index must survive faults.
+        waiting: events and removals that the index was not given yet; for an async index, until it is flushed.
+        survival: replaces ledger and reference if the index must survive faults; else None.
         in_burst: whether the index is given events without a flush and a lookup in between, until `end_burst`.
     """
 
@@ -110,11 +110,9 @@ class IndexComparison:
         self._sync = sync
         self._after_flush = after_flush
         self._catching_up = False
-        self._given = 0  # events and removals that the index was given
+        self._given = 0  # number of events and removals that the index was given
         self.in_burst = sync == "burst" and not under_test.is_async
-        self._unasked: list[
-            tuple[QueuedEvent, bool]
-        ] = []  # given to the index; what they changed is still to be looked up
+        self._unasked: list[tuple[QueuedEvent, bool]] = []  # given to the index; their changes are not looked up yet
         self._naming: list[tuple[Desync, tuple[int, ...]]] = []
         self._desyncs: dict[StreamKey, Desync] = {}
         self._recovered: dict[StreamKey, int] = {}
@@ -122,12 +120,12 @@ class IndexComparison:
         self._asking = under_test.plain.name
         self._reuse, self._at_rest, self._is_open = reuse, True, False
         self._open: dict[tuple[StreamKey, int], tuple[QueriedChain, QueuedEvent]] = {}  # to be looked up again at rest
-        self._warned: dict[Problem, Problem] = {}  # of problems not reported yet, the warning that they follow from
+        self._warned: dict[Problem, Problem] = {}  # the warning that an unreported problem follows from
 
     # ---------------------------------------------------------------------------------------------- events
 
     def survive(self, survival: SurvivalOracle) -> None:
-        """Compare from here on with what an index should answer that survives faults."""
+        """Start to compare with the answers of an index that survives faults."""
         self.survival, self._reference, self._ledger = survival, survival.reference, survival.ledger
 
     def queue(self, event: QueuedEvent) -> None:
@@ -135,10 +133,10 @@ class IndexComparison:
         self.waiting.append(event)
 
     def catch_up(self) -> Findings:
-        """Give the index what is waiting, in order; then compare it with the reference.
+        """Give the index all waiting events and removals, in order; then compare it with the reference.
 
         Raises:
-            RuntimeError: another task is doing that already: events would arrive out of order.
+            RuntimeError: another task is doing this already, so events would arrive out of order.
         """
         if self._catching_up:
             raise RuntimeError("aflush() is under way already; await one at a time")
@@ -149,9 +147,7 @@ class IndexComparison:
             self._catching_up, self._at_rest = False, True
 
     def end_burst(self) -> Findings:
-        """Flush the index, and look up what the events of the burst have changed; nothing to do where there were
-        none.
-        """
+        """Flush the index, and look up what the events of the burst changed; do nothing if there were none."""
         return self._compare() if self._unasked or self._naming else _nothing()
 
     def _catch_up(self) -> Findings:
@@ -161,7 +157,7 @@ class IndexComparison:
         return found
 
     def _give(self) -> Findings:
-        """Give the index what is waiting."""
+        """Give the index all waiting events and removals."""
         found: list[Problem] = []
         while self.waiting:
             queued = self.waiting.popleft()
@@ -176,7 +172,7 @@ class IndexComparison:
             try:
                 yield self._under_test.apply, queued.given or queued.event
             except Exception as error:  # noqa: BLE001 - as in run
-                # A dump leaves blocks out that no query can reach; the reference raises, too, when those are removed.
+                # A dump leaves out blocks that no query can reach; the reference also raises when they are removed.
                 if not queued.may_be_refused:
                     found.append(self._failure("apply", error, key, queued))
             else:
@@ -188,14 +184,14 @@ class IndexComparison:
                 continue
             if desync is not None:
                 self._naming.append((desync, data.block_hashes))
-            if self._reported:  # what an event names again may drift again
+            if self._reported:  # a block that an event names again may drift again
                 self._reported.difference_update(
                     (*key, block, tier) for block in data.block_hashes for tier in StorageTier
                 )
         return found
 
     def _compare(self) -> Findings:
-        """Look up what the events have changed that the index was given."""
+        """Look up what the events that the index was given have changed."""
         found: list[Problem] = []
         questions, self._unasked = self._unasked, []
         naming, self._naming = self._naming, []
@@ -205,9 +201,7 @@ class IndexComparison:
             for key in dict.fromkeys(queued.key for queued, _ in questions):
                 if self._affected(key):
                     yield from self._look_for_recovery(key)
-        for queued, was_affected in reversed(
-            questions
-        ):  # a later event explains a difference better than an earlier one
+        for queued, was_affected in reversed(questions):  # a later event explains a difference better
             for chain in () if was_affected else self._chains.touched(queued.event, self._ledger.streams):
                 self._is_open = False
                 differences = yield from self._differences(chain, queued.key, queued)
@@ -215,13 +209,13 @@ class IndexComparison:
                 if self._is_open and not differences:
                     self._open.setdefault((queued.key, chain.blocks[-1]), (chain, queued))
                 if any(problem.rule == INDEX_FAILURE for problem in differences):
-                    break  # it would fail the other lookups too
-        for desync, blocks in naming:  # last, so that an event's own names do not count for itself
+                    break  # the other lookups would fail too
+        for desync, blocks in naming:  # last, so that an event does not resync its own blocks
             desync.resynced.update(blocks)
         return found
 
     def recovered(self, key: StreamKey, position: int) -> None:
-        """Record that the index has asked a worker and rank for what it missed: no desync excuses it from here on.
+        """Record that the index asked a worker and rank for missed events: no desync excuses it any more.
 
         Args:
             key: the worker and rank that it asked.
@@ -234,19 +228,19 @@ class IndexComparison:
     # ------------------------------------------------------------------------------------- what a test asks
 
     def moment(self) -> int | None:
-        """How much the index has been given by now; None where an answer would not be compared.
+        """Return how many events and removals the index was given; None if an answer would not be compared.
 
-        That is where it is still to be given something, or is being given it, and where the end alone is compared.
+        An answer is not compared while something is waiting or being given, or if only the end of a test is compared.
         """
         return None if self.waiting or self._catching_up or self._sync == "end" else self._given
 
     def answered(self, asked: AskedPrompt, tiers: TierScores, position: int) -> Findings:
-        """Compare what a test was answered. It counts as it came: the index is asked again only for shorter parts of
-        the prompt.
+        """Compare the answer that a test got. The answer itself counts; the index is asked again only for shorter parts
+        of the prompt.
 
         Args:
-            asked: what the test has asked for.
-            tiers: what it was answered.
+            asked: the prompt that the test asked for.
+            tiers: the answer.
             position: number of the last event.
         """
         self._after_flush()
@@ -254,7 +248,7 @@ class IndexComparison:
         exactly = self._under_test.answers_reusable and self.survival is None
         plainly = not asked.by_tier and not self._under_test.plain.by_tier
         if not exactly and plainly and agree(answer, self._reference.find_matches(local).scores):
-            return []  # nearly always, and without the names of blocks
+            return []  # the usual case, which needs no block names
         chain = self._chains.of_prompt(asked, self._ledger.streams)
         ignored = None if self.survival is None else self.survival.affected.keys()
         lookup = self._under_test.tiered if asked.by_tier else None
@@ -274,7 +268,7 @@ class IndexComparison:
         return [self._drift(wrong, chain, None, position)]
 
     def removed(self, keys: Sequence[StreamKey], calls: Sequence[Call]) -> None:
-        """Remove workers and ranks from the index; from an async one in its turn, after the events before.
+        """Remove workers and ranks from the index; for an async index the removal is queued after earlier events.
 
         Raises:
             Exception: whatever the index raises.
@@ -299,7 +293,7 @@ class IndexComparison:
         return found
 
     def flush(self) -> Findings:
-        """Flush the index, where it has a `flush`."""
+        """Flush the index, if it has a `flush`."""
         flush = self._under_test.flush
         found = []
         if flush is not None:
@@ -311,7 +305,7 @@ class IndexComparison:
         return found
 
     def everything(self, position: int) -> Findings:
-        """Compare all chains ever stored; for the end of a test. What is found may have been reported: see `news`.
+        """Compare all chains ever stored, at the end of a test. Problems may have been reported already; see `news`.
 
         Args:
             position: number of the last event.
@@ -323,7 +317,7 @@ class IndexComparison:
         return found
 
     def _left_open(self) -> Findings:
-        """Look up again what events left open, now that engines are at rest."""
+        """Look up again the chains that events left open, now that engines are at rest."""
         found: list[Problem] = []
         left, self._open = self._open, {}
         for (key, _), (chain, queued) in left.items():
@@ -332,8 +326,8 @@ class IndexComparison:
         return found
 
     def recheck(self, position: int) -> Findings:
-        """Compare what events left open, and all chains of the streams that faults affect: the index must be right
-        by now.
+        """Compare the chains that events left open, and all chains of streams that faults affect: the index must be
+        right by now.
         """
         found = yield from self._left_open()
         for key in [] if self.survival is None else list(self.survival.affected):
@@ -346,7 +340,7 @@ class IndexComparison:
         for chain in self._chains.all_of(self._ledger.streams[key]):
             found += yield from self._differences(chain, key, None, position)
             if self._under_test.answers_reusable and len(chain.local) > 1 and not chain.negative:
-                cut = self._rng.randrange(1, len(chain.local))  # where a chain ends, all of it is reused most often
+                cut = self._rng.randrange(1, len(chain.local))  # at the end of a chain, usually all of it is reused
                 found += yield from self._differences(chain.part(0, cut), key, None, position)
         if self.survival is not None and not found:
             self.survival.mark_recovered(key)
@@ -356,7 +350,7 @@ class IndexComparison:
         return self.survival is not None and key in self.survival.affected
 
     def _look_for_recovery(self, key: StreamKey) -> Generator[Call, Any, None]:
-        """Look up whether the index has recovered from the faults that affect a stream."""
+        """Check by lookups whether the index has recovered from the faults that affect a stream."""
         assert self.survival is not None
         others = self.survival.affected.keys() - {key}
         for where, block in list(self.survival.affected[key]):
@@ -392,7 +386,7 @@ class IndexComparison:
     def _differences(
         self, chain: QueriedChain, key: StreamKey, queued: QueuedEvent | None, position: int = -1
     ) -> Findings:
-        """Look up a chain; where the answer is not the reference's, find the shortest part of it that shows that."""
+        """Look up a chain; if the answer differs from the reference's, find the shortest part of it that shows this."""
         ignored = None if queued is None or self.survival is None else self.survival.affected.keys()
         try:
             if (yield from self._look_up(chain, ignored)) is None:
@@ -405,11 +399,11 @@ class IndexComparison:
         except Exception as error:  # noqa: BLE001 - as in run
             return [self._failure(self._asking, error, key, queued, position)]
         if wrong is None:
-            return []  # an index whose answers differ between two lookups: the next lookup shows it again
+            return []  # the index gave a different answer the second time; the next lookup shows the problem again
         return [self._drift(wrong, shortest, queued, position)]
 
     def _drift(self, wrong: WrongAnswer, shortest: QueriedChain, queued: QueuedEvent | None, position: int) -> Problem:
-        """The index_drift of a wrong answer for a chain."""
+        """Return the index_drift of a wrong answer for a chain."""
         asked, answer, tier, worker, rank, got, right = wrong
         too_many = got >= right.stop
         block, story = self._story((worker, rank), shortest, tier, too_many=too_many)
@@ -420,7 +414,7 @@ class IndexComparison:
             and "never removed" in story
             and right.stop <= len(shortest.blocks) - 1
         ):
-            before = shortest.blocks[right.stop - 1]  # the first that the reference lacks
+            before = shortest.blocks[right.stop - 1]  # the first block that the reference lacks
             if (stream := self._ledger.streams.get((worker, rank))) is not None and stream.was_stored(before):
                 on += f", but what stands before it is gone: {story_of(stream, before, tier)}"
         if too_many and (what := self._never_stored((worker, rank), shortest)):
@@ -436,7 +430,7 @@ class IndexComparison:
         on_device = tier is StorageTier.DEVICE
         orphan, warning = self._orphan(answer, (worker, rank), shortest) if on_device else (0, None)
         if len(right) == 1 and got >= right.stop:
-            warning = None  # more than is held there: an orphan is no excuse for that
+            warning = None  # more than is held: an orphan does not excuse this
         if warning is not None:
             on += f"; block {block_text(orphan)} was left without its parent by event {warning.event_id}"
         expected = _expected_text(right, "the reference index returned" if self.survival is None else "was published")
@@ -463,7 +457,7 @@ class IndexComparison:
         return problem
 
     def _never_stored(self, key: StreamKey, chain: QueriedChain) -> str:
-        """What a negative query has asked for, and which key must be wrong; empty where it is a stored prefix after
+        """Return what a negative query asked for, and which key must be wrong; empty if it is a stored prefix after
         all.
         """
         stream = self._ledger.streams.get(key)
@@ -482,13 +476,13 @@ class IndexComparison:
         return f"a block that no worker stored: {made}; your key of it is also that of {first}"
 
     def _story(self, key: StreamKey, chain: QueriedChain, tier: StorageTier, *, too_many: bool) -> tuple[int, str]:
-        """The last block of a chain, by the name that the worker and rank has for it, and its history.
+        """Return the last block of a chain, under the name that the worker and rank uses, and its history.
 
         Args:
-            key: the worker and rank of which the answer is wrong.
+            key: the worker and rank with the wrong answer.
             chain: the chain that was looked up.
-            tier: where the answer is wrong.
-            too_many: the answer is too high: the index may have had blocks before the first event.
+            tier: the tier with the wrong answer.
+            too_many: whether the answer is too high; then the index may have had blocks before the first event.
         """
         early, keys = "; was the index empty at the start?", ""
         if chain.extra and (given := [f"{each}={chain.extra[each]!r}" for each in _SCOPE if chain.extra.get(each)]):
@@ -496,8 +490,8 @@ class IndexComparison:
         streams, block = self._ledger.streams, chain.blocks[-1]
         own = streams.get(key)
         if own is not None:
-            # Without its first block it may be another chain that was stored; and so may be what begins below the
-            # device, where a block comes without its parent.
+            # Without its first block the chain may be another stored chain. The same applies below the device, where a
+            # block arrives without its parent.
             if chain.negative or (len(own.tiers) > 1 and not own.was_stored(block)):
                 named = stored_as(own, chain.local)
                 block = min(named) if named else block
@@ -516,11 +510,11 @@ class IndexComparison:
     def _orphan(
         self, answer: Scores | WorkerScores, key: StreamKey, chain: QueriedChain
     ) -> tuple[int, Problem] | tuple[Literal[0], None]:
-        """The first block of a chain that a worker and rank has left without its parent, and the warning of it.
+        """Return the first block of a chain that a worker and rank left without its parent, and its warning.
 
         Args:
-            answer: of the index; where it is by worker alone, each rank of the worker counts.
-            key: the worker and rank of which it is wrong.
+            answer: the index's answer; if it is by worker, all ranks of the worker count.
+            key: the worker and rank with the wrong answer.
             chain: the chain that was looked up.
         """
         ranked = not answer or isinstance(next(iter(answer)), tuple)
@@ -547,7 +541,7 @@ class IndexComparison:
     def _look_up(
         self, chain: QueriedChain, ignored: Collection[StreamKey] | None
     ) -> Generator[Call, Any, WrongAnswer | None]:
-        """Look up a chain in the index under test; return what is wrong with its answers, if anything is."""
+        """Look up a chain in the index under test; return its first wrong answer, if any."""
         under_test = self._under_test
         asked, tiered = under_test.plain, under_test.tiered
         returned = yield self._question(chain, asked)
@@ -571,7 +565,7 @@ class IndexComparison:
         *,
         by_tier: bool,
     ) -> WrongAnswer | None:
-        """What is wrong with the answers for a chain, tier by tier, or with that of the device alone."""
+        """Return the first wrong answer for a chain, tier by tier, or only for the device; None if all are right."""
         answer = tiers.get(StorageTier.DEVICE, {})
         wrong = self._wrong(answer, chain, ignored, asked)
         if wrong is not None or not by_tier:
@@ -588,7 +582,7 @@ class IndexComparison:
         ignored: Collection[StreamKey] | None,
         asked: IndexMethod,
     ) -> tuple[int, int, int, range] | None:
-        """The first worker for which an answer is wrong: (worker_id, dp_rank, blocks returned, blocks expected)."""
+        """Return the first worker with a wrong answer: (worker_id, dp_rank, blocks returned, blocks expected)."""
         if self.survival is None and asked.by_tier and self._under_test.takes_updates:
             expected = self._held_by_tier(chain, asked).get(StorageTier.DEVICE, {})
         elif self.survival is None:
@@ -614,8 +608,8 @@ class IndexComparison:
                 continue
             least[key], most[key] = min(run, due), max(run, due)
         for key, stream in self._ledger.streams.items() if has_items(chain.extra) else ():
-            # vLLM's names have the place of an image in its block, the local hashes of Dynamo do not: both are right,
-            # but of an index that answers what is reused.
+            # vLLM's names cover the place of an image in its block, Dynamo's local hashes do not. Both are correct,
+            # unless the index answers what is reused.
             run = leading_run(stream, chain)
             lower, upper = (run, run) if exactly else (least.get(key, 0), most.get(key, 0))
             least[key], most[key] = min(run, lower), max(run, upper)
@@ -625,7 +619,7 @@ class IndexComparison:
         return first_difference(answer, {} if self._under_test.may_forget else least, most)
 
     def _held(self, chain: QueriedChain, asked: IndexMethod) -> Scores:
-        """What the device of each worker holds of a chain."""
+        """Return how many blocks of a chain each worker holds on the device."""
         hashes = self._hashes_by_form(chain, asked)
         if hashes is None:
             return self._reference.find_matches(chain.local).scores
@@ -634,7 +628,7 @@ class IndexComparison:
         return held
 
     def _held_by_tier(self, chain: QueriedChain, asked: IndexMethod) -> Mapping[StorageTier, Scores]:
-        """What each worker holds of a chain, tier by tier."""
+        """Return how many blocks of a chain each worker holds, tier by tier."""
         updated, hashes = self._under_test.takes_updates, self._hashes_by_form(chain, asked)
         if hashes is None:
             return self._reference.find_tiered(chain.local, updated=updated)
@@ -645,9 +639,9 @@ class IndexComparison:
         }
 
     def _hashes_by_form(self, chain: QueriedChain, asked: IndexMethod) -> dict[int, Sequence[int]] | None:
-        """The local hashes of a chain that is asked for by tokens, by how many of the next ones they look at.
+        """Return the local hashes of a chain queried by tokens, by the number of next tokens that they cover.
 
-        None where its own are those of every worker's names, or of all that it is compared with.
+        None if the chain's own hashes fit the names of all workers, or if the query is not by tokens.
         """
         forms, tokens = forms_of(self._ledger.streams), chain.asked_tokens
         if len(forms) == 1 or not asked.takes_tokens or tokens is None:
@@ -662,7 +656,7 @@ class IndexComparison:
     def _failure(
         self, what: str, error: Exception, key: StreamKey, queued: QueuedEvent | None = None, position: int = -1
     ) -> Problem:
-        """The index_failure of an index that raised, or returned what cannot be read."""
+        """Return the index_failure of an index that raised, or returned an unreadable answer."""
         event = queued.event if queued else None
         unreadable = isinstance(error, UnreadableAnswer)
         observed = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
@@ -682,14 +676,14 @@ class IndexComparison:
         )
         warning = None if queued is None or what != "apply" else self._of_an_orphan(queued)
         self._fold(problem, queued, warning)
-        if warning is None or problem.cause is not warning:  # for other chains there is no excuse
+        if warning is None or problem.cause is not warning:  # the warning excuses only its own chains
             self._desyncs[key] = Desync(problem.cause or problem)
         return problem
 
     # ---------------------------------------------------------------------------------------------- desyncs
 
     def _of_an_orphan(self, queued: QueuedEvent) -> Problem | None:
-        """The warning of an orphan that an event names, or names a descendant of; an index may have dropped it."""
+        """Return the warning of an orphan that an event names, itself or a descendant; an index may have dropped it."""
         if not queued.orphaned:
             return None
         stream = self._ledger.streams[queued.key]
@@ -700,7 +694,7 @@ class IndexComparison:
         return None
 
     def _fold(self, problem: Problem, queued: QueuedEvent | None, warning: Problem | None = None) -> None:
-        """List a problem under the fault of the event itself, a warning, or a desync of the index or of the stream."""
+        """List a problem under an error of the event itself, a warning, or a desync of the index or the stream."""
         own = next((p for p in self._faults(queued) if p.is_error and not p.excused), None) if queued else None
         key = (problem.worker_id, problem.dp_rank)
         desync = self._desyncs.get(key)
@@ -713,12 +707,12 @@ class IndexComparison:
         elif key in self._arrived.streams:
             fold(self._arrived.streams[key], problem)
             if problem.cause is not None and problem.cause.excused:
-                problem.stand()  # an index that survives a fault is right all the same
+                problem.stand()  # an index that survives a fault must still be right
         if problem.cause is not None:
-            problem.fault = None  # that of its cause
+            problem.fault = None  # its cause has the fault
 
     def _faults(self, queued: QueuedEvent) -> list[Problem]:
-        """The problems of an event, without those that its index has repaired by a recovery."""
+        """Return the problems of an event, without those that the index repaired by a recovery."""
         if queued.position > self._recovered.get(queued.key, -1):
             return queued.problems
         return [p for p in queued.problems if p.rule != EVENT_ID_GAP and p.cause is None]
@@ -726,11 +720,11 @@ class IndexComparison:
 
 def _nothing() -> Findings:
     return []
-    yield  # a generator, as the others are
+    yield  # makes this a generator, like the others
 
 
 def _blocks(event: RouterEvent) -> tuple[int, ...]:
-    """The blocks that an event stores or removes."""
+    """Return the blocks that an event stores or removes."""
     data = event.event.data
     return () if isinstance(data, Cleared) else data.block_hashes
 

@@ -1,6 +1,6 @@
-"""What a harness has for the plugin, servers, subscribers and fleets: `RouterHarness.inside`.
+"""The interface of a harness for the plugin, servers, subscribers and fleets: `RouterHarness.inside`.
 
-One subject: the side of a harness for the rest of this package, and for code that builds on it.
+One subject: the interface of a harness for the rest of this package, and for code that builds on it.
 """
 
 from __future__ import annotations
@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 
 
 class Inside:
-    """The side of a harness that is for the rest of the package.
+    """The interface of a harness for the rest of the package.
 
     Attributes:
-        begun: the requests that fixtures have opened; see `body_begins`.
+        begun: the requests that fixtures opened; see `body_begins`.
     """
 
     __slots__ = ("_by_hand", "_events", "_judge", "_publisher", "_recording", "_workers", "begun")
@@ -60,7 +60,7 @@ class Inside:
 
     @property
     def is_async(self) -> bool:
-        """Whether the index under test is to be awaited."""
+        """Whether the index under test is async."""
         return self._judge.is_async
 
     @property
@@ -69,21 +69,21 @@ class Inside:
         return MappingProxyType(self._judge.ledger.streams)
 
     def use_backend(self, backend: str | BackendSpec) -> None:
-        """Set the backend of the workers, once, and make those that exist from the start.
+        """Set the backend of the workers, once, and make the initial workers.
 
         Raises:
-            ValueError: an unknown backend, or another one than before.
+            ValueError: an unknown backend, or a different one than before.
         """
         self._workers.use_backend(backend)
 
     @property
     def by_role(self) -> Mapping[str, Sequence[KvWorker]]:
-        """The workers of each role of P/D pairs; none: they have no roles."""
+        """The workers of each role of P/D pairs; empty if they have no roles."""
         return self._workers.by_role
 
     @property
     def has_index_by_role(self) -> bool:
-        """Whether the index under test is one of each role."""
+        """Whether the index under test has one index for each role."""
         if not self.by_role or self._judge.under_test is None:
             return False
         from pytest_kvmock.fleets.pairs.role_router import RoleIndexes  # only for harnesses with roles
@@ -91,12 +91,12 @@ class Inside:
         return isinstance(self._judge.under_test.index, RoleIndexes)
 
     def add_to_role(self, kind: str, worker_id: int, dp_rank: int) -> None:
-        """Make one more worker, or rank of one, of a role that the harness has."""
+        """Add a worker, or a rank of one, to a role of the harness."""
         self._workers.add_to_role(kind, worker_id, dp_rank)
 
     def sinks_of(self, worker_id: int) -> list[tuple[EventSink, int | None]]:
-        """The sinks of `add_sink` that are given the events of a worker, each with its worker; None: it has those of
-        all.
+        """Return the sinks of `add_sink` that get the events of a worker, each with its worker, or None if it gets the
+        events of all workers.
         """
         return self._publisher.sinks_of(worker_id)
 
@@ -105,16 +105,16 @@ class Inside:
         self._publisher.lost_batches(BatchesLost(worker_id, dp_rank, batches, observed))
 
     def losses_at(self, endpoints: Sequence[str]) -> LostBatches:
-        """Return `lost_batches` of a subscriber at these endpoints, one a rank: a capture names the publisher there."""
+        """Return `lost_batches` for a subscriber at these endpoints, one per rank; a capture names their publisher."""
         return self._publisher.losses_at(endpoints)
 
     def use_recovery(self, recovery: Recovery) -> None:
-        """Keep what workers publish, so that a router can ask them for what it missed.
+        """Keep published events, so that a router can ask workers for those that it missed.
 
         Raises:
-            TypeError: it is no `Recovery`.
-            ValueError: events were published before, and not kept (but for a Cleared, with which some engines
-                begin); the harness has another recovery already, or the recovery another harness.
+            TypeError: not a `Recovery`.
+            ValueError: events were already published, other than the Cleared with which some engines begin; or the
+                harness already has a recovery, or the recovery belongs to another harness.
         """
         from pytest_kvmock.harness.recovery import Recovery  # imported on first use
 
@@ -133,13 +133,13 @@ class Inside:
                 recovery.keep(event)
 
     def forget_history(self, *, events: int) -> None:
-        """Drop what happened before the last events, for a harness that runs for hours. What is held and what was wrong
-        is kept.
+        """Drop the history before the last events, for a harness that runs for hours. Held blocks and problems are
+        kept.
 
-        Messages then say less of a block, and no failure is reproduced.
+        Messages then have less detail about a block, and no failure is reproduced.
 
         Args:
-            events: how many of the last events stay in the log.
+            events: number of last events that stay in the log.
         """
         check_integer("forget_history: events", events, 0)
         with self._publisher.lock:
@@ -148,13 +148,13 @@ class Inside:
             self._judge.forget_history()
 
     def body_begins(self) -> None:
-        """Mark the requests that fixtures have opened: the next verdict leaves them to their teardown, the one after
-        does not.
+        """Mark the requests that fixtures opened: the next verdict leaves them to their teardown, the one after it does
+        not.
         """
         self.begun = frozenset(request for worker in self._workers.by_key.values() for request in worker.requests)
 
     def is_engines_own(self, warning: Problem) -> bool:
-        """Whether a warning is one that a faithful mock engine causes by itself, as `multi_lru` and `hash_cache` do."""
+        """Whether a faithful mock engine causes this warning by itself, as `multi_lru` and `hash_cache` do."""
         key = (warning.worker_id, warning.dp_rank)
         return (
             warning.rule in self._workers.own_warnings(key) and key not in self._by_hand.keys and warning.fault is None

@@ -1,8 +1,7 @@
-"""The judge: receives every event that arrives, and records in the log what is wrong with it.
+"""The judge: receives every arriving event, and records its problems in the log.
 
-One subject: what is done with an arrival, and with all else that a ledger learns. An event is applied to the ledger, to
-the reference index and to the index under test, in this order. The comparison with the engines is in
-`engine_comparison.py`.
+One subject: the handling of arrivals and of all other entries of a ledger. An event is applied to the ledger, the
+reference index and the index under test, in this order. `engine_comparison.py` has the comparison with the engines.
 """
 
 from __future__ import annotations
@@ -37,17 +36,17 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.prompt_keys import EventExtra
 
 InputFilter = Callable[[RouterEvent], tuple[Injection | None, RouterEvent]]
-"""Returns the record of a fault in the input of the index under test, if there is one, and what the index is given."""
+"""Returns the record of a fault in the input of the index under test, if any, and the event that the index is given."""
 
 UnpublishedBlocks: TypeAlias = Callable[[StorageTier], Container[int]]
-"""Returns the blocks of a tier that an engine has there without a Stored; see `entries.Unpublished`."""
+"""Returns the blocks that an engine has in a tier without a Stored; see `entries.Unpublished`."""
 
 
 def check_comparison(sync: object, clears: object) -> None:
-    """Return if there are such comparisons, and such a reference index; see `RouterHarness`.
+    """Check the arguments `sync` and `clears` of `RouterHarness`.
 
     Raises:
-        ValueError: there are not.
+        ValueError: an unknown value.
     """
     if sync not in SYNC:
         raise ValueError(unknown_text("sync", sync, SYNC))
@@ -59,10 +58,10 @@ class RecoveryAnswer(NamedTuple):
     """The answer of a worker that a router asked for events that it missed.
 
     Attributes:
-        published: all that the worker's rank had published by then, in order.
-        ids: the event ids that it was asked for, up to the newest.
-        events: the events that the router got; or all that it has of the rank by now.
-        replace: the events are all that it has of the rank, and not those that were missed.
+        published: all events that the worker's rank had published by then, in order.
+        ids: the requested event ids, up to the newest.
+        events: the events that the router got; or all events that it now has of the rank.
+        replace: whether `events` are all events of the rank; False: only the missed ones.
     """
 
     published: Stream
@@ -72,26 +71,26 @@ class RecoveryAnswer(NamedTuple):
 
 
 class Judge:
-    """Receives every event that arrives, and records in the log what is wrong.
+    """Receives every arriving event, and records its problems in the log.
 
     Args:
-        log: where events and problems are recorded.
-        index: the index under test; None for the reference alone.
+        log: records events and problems.
+        index: the index under test; None: only the reference.
         sync: when it is compared; see `RouterHarness`.
-        rng: source of what a comparison picks at random.
-        clears: of the reference index; see `RadixIndex`.
-        journal: the journal of the ledger, empty.
+        rng: source of the comparison's random choices.
+        clears: what a Cleared empties in the reference index; see `RadixIndex`.
+        journal: the empty journal of the ledger.
         stores: the stores that workers share, by name.
 
     Attributes:
-        ledger: what is held according to the events.
+        ledger: the blocks that are held according to the events.
         reference: the reference index.
-        under_test: the index under test.
-        book: what would have arrived without faults; None until a test injects one.
-        index_input_filter: what the index under test is given for an event; None: the event.
-        pending_recoveries: the answers that routers got from workers, and that are not applied yet.
-        first_lost: the first event that a sink kept from the router, without a fault; None: there was none.
-        reuse: asks the engines of hybrid models what they would reuse.
+        under_test: the index under test, or None.
+        book: the record of what would have arrived without faults; None until a test injects a fault.
+        index_input_filter: returns the event that the index under test is given for an event; None: the event itself.
+        pending_recoveries: the answers that routers got from workers and that are not applied yet.
+        first_lost: the problem of the first event that a sink kept from the router without a fault; None: no event.
+        reuse: asks the engines of hybrid models how much they would reuse.
     """
 
     def __init__(
@@ -114,7 +113,7 @@ class Judge:
         self.index_input_filter: InputFilter | None = None
         self.pending_recoveries: deque[RecoveryAnswer] = deque()
         self.first_lost: Problem | None = None
-        self._last: tuple[RouterEvent, int, list[Problem], bool] | None = None  # a QueuedEvent is for those who ask
+        self._last: tuple[RouterEvent, int, list[Problem], bool] | None = None  # made a QueuedEvent on demand
         self._unpublished: dict[StreamKey, UnpublishedBlocks] = {}
         self.reuse = Reuse()
         self._comparison = None
@@ -131,21 +130,21 @@ class Judge:
 
     @property
     def is_async(self) -> bool:
-        """Whether the index under test is to be awaited."""
+        """Whether the index under test is async."""
         return self.under_test is not None and self.under_test.is_async
 
     @property
     def last_received(self) -> QueuedEvent | None:
-        """The event that was received last, with what was found; None: there was none."""
+        """The last received event, with its problems; None before the first."""
         return None if self._last is None else QueuedEvent(*self._last)
 
     def open(self, entry: entries.Opened, unpublished: UnpublishedBlocks | None = None) -> None:
         """Open the stream of a worker and rank.
 
         Args:
-            entry: what is known of it.
-            unpublished: what its engine has without a Stored below the device; it is asked before such a block is
-                removed.
+            entry: the entry, with the known properties of the engine.
+            unpublished: returns the blocks that the engine has below the device without a Stored; called before such a
+                block is removed.
         """
         self.ledger.take(entry)
         if entry.spec is not None:
@@ -156,7 +155,7 @@ class Judge:
             self._unpublished[entry.key] = unpublished
 
     def unpublished(self, key: StreamKey, tier: StorageTier, blocks: Iterable[int]) -> frozenset[int]:
-        """Those of some blocks that an engine may have in a tier without a Stored."""
+        """Return the given blocks that an engine may have in a tier without a Stored."""
         ask = self._unpublished.get(key)
         if ask is None or tier is StorageTier.DEVICE:
             return frozenset()
@@ -164,7 +163,7 @@ class Judge:
         return frozenset(block for block in blocks if block in there)
 
     def _take(self, ledger: Ledger, event: RouterEvent) -> list[Problem]:
-        """Have a ledger take an event, with the engine's facts that it needs."""
+        """Pass an event to a ledger, after the engine's unpublished blocks that it removes."""
         if self._unpublished and isinstance(event.data, Removed):
             blocks = self.unpublished(event.key, event.storage_tier, event.data.block_hashes)
             if blocks:
@@ -172,7 +171,7 @@ class Judge:
         return ledger.take(event)
 
     def keep_book(self) -> Book:
-        """Keep from here on a book of what is published, in addition to what arrives."""
+        """Start to keep a book of published events, in addition to the events that arrive."""
         if self.book is None:
             from pytest_kvmock.harness.book import Book  # imported on first use
 
@@ -180,13 +179,13 @@ class Judge:
         return self.book
 
     def forget_history(self) -> None:
-        """Drop of all streams what no block which is held needs."""
+        """Drop the data of all streams that no held block needs."""
         for ledger in (self.ledger, *(() if self.book is None else (self.book.ledger,))):
             for stream in ledger.streams.values():
                 stream.forget_history()
 
     def survive(self) -> None:
-        """Require from here on that the index under test survives faults; what has arrived counts as published."""
+        """Start to require that the index under test survives faults; events that arrived so far count as published."""
         if self._comparison is not None and self._comparison.survival is None:
             self.apply_pending_recoveries()
             self._comparison.survive(self.keep_book().survive(self.reference))
@@ -195,9 +194,9 @@ class Judge:
         """Record problems in the log.
 
         Args:
-            found: what is wrong with what arrived.
-            real: what is wrong with what was published, at the same point; see `Attribution.classify`.
-            delivery: the event that shows them; None: a comparison does.
+            found: the problems of arrived events.
+            real: the problems of published events at the same point; see `Attribution.classify`.
+            delivery: the event that shows the problems; None if a comparison does.
         """
         if self.book is not None:
             self.book.attribution.classify(found, real, delivery)
@@ -209,7 +208,7 @@ class Judge:
     # ----------------------------------------------------------------------------------------------- events
 
     def published(self, event: RouterEvent) -> Published | None:
-        """Record an event that a worker publishes; None where no book is kept."""
+        """Record an event that a worker publishes; return None if no book is kept."""
         book = self.book
         if book is None:
             return None
@@ -219,8 +218,8 @@ class Judge:
         """Record an injection.
 
         Args:
-            injection: what it did.
-            event: the event that it changed, as published; None: it changed a worker, or made an event up.
+            injection: the injection.
+            event: the published event that it changed; None: it changed a worker, or created an event.
         """
         emptied: set[int] = set()
         if injection.empties:
@@ -232,21 +231,21 @@ class Judge:
             self.sink_failed("a sink raised on purpose", event, missed=True, fault=injection)
 
     def crashed(self, key: StreamKey) -> None:
-        """Record that a worker and rank died: what it has published arrives as it is, and nothing comes after that."""
+        """Record that a worker and rank died: its published events arrive unchanged, and no others follow."""
         self.noted(Injection("crash", *key, keys=frozenset({key}), whole=True))
 
     def noted(self, injection: Injection) -> None:
-        """Record what changed no stream: a worker died, or a store got a fault."""
+        """Record an injection that changed no stream: a worker died, or a store got a fault."""
         self.keep_book().attribution.injected(injection)
         self.ledger.take(entries.Injected(injection))
 
     def mismatched(self, key: StreamKey, injection: Injection) -> None:
-        """Attribute all that is wrong with the events of a worker to the fault that it is."""
+        """Attribute all problems of a worker's events to the fault that added the worker."""
         self.keep_book().attribution.mismatched[key] = injection
         self.ledger.take(entries.Injected(injection))
 
     def received(self, delivery: Delivery) -> None:
-        """Receive an event that arrives: judge it, and apply it to the indexes."""
+        """Receive an arriving event: judge it, and apply it to the indexes."""
         book, event = self.book, delivery.event
         if book is not None:
             book.receiving(delivery)
@@ -263,7 +262,7 @@ class Judge:
                 self.note(problems, () if delivery.published is None else delivery.published.problems, delivery)
             try:
                 self.reference.apply(ledger.uncounted(event))
-            except RadixIndexError:  # the ledger has found it already
+            except RadixIndexError:  # the ledger has already found the problem
                 refused = True
         self._last = event, position, problems, refused
         if self._comparison is not None:
@@ -272,13 +271,11 @@ class Judge:
             book.received(delivery)
 
     def takes_row(self) -> bool:
-        """Whether `received_row` may be called: no part looks at events one by one."""
+        """Whether `received_row` may be called: no part needs single events."""
         return self.book is None and self._comparison is None and not self.pending_recoveries and not self._unpublished
 
     def received_row(self, events: Sequence[RouterEvent]) -> None:
-        """Receive events of one worker and rank, each a Removed of one block, of which nearly all are as they should
-        be.
-        """
+        """Receive events of one worker and rank, each a Removed of one block; nearly all need no judging."""
         while events:
             plain = events[: self.ledger.take_leaves(events)]
             self.log.extend(plain)
@@ -298,15 +295,15 @@ class Judge:
                 events = events[1:]
 
     def watched(self, event: RouterEvent) -> None:
-        """Judge an event that is not published, by the rules of the ledger alone: no index is given it."""
+        """Judge an unpublished event, only by the rules of the ledger: no index gets it."""
         self.log.append(event)
         found = self._take(self.ledger, event)
         self.note(found, found)
 
     def _compare_at(self, queued: QueuedEvent, comparison: IndexComparison) -> None:
-        """Give the index under test an event, and compare it if it is time to.
+        """Give the index under test an event, and compare the index if a comparison is due.
 
-        One of the device alone is given no location, and one that does not ask for them no update.
+        An index that only answers for the device gets no Located, and an index without `takes_updates` no Updated.
         """
         data, under_test = queued.event.event.data, self.under_test
         if isinstance(data, Located) and under_test and under_test.tiered is None:
@@ -323,19 +320,19 @@ class Judge:
             self.note(self._oldest_first(found))
 
     def judge_hashes(self, events: Iterable[RouterEvent]) -> None:
-        """Judge the hashes of events that may have arrived before they were found to be a chain."""
+        """Judge the hashes of events that arrived before the hashes were found to be a chain."""
         for entry in self.log.find(events):
             found = self.ledger.take(entries.HashesChained(entry.event, entry.position))
-            self.note(found, found)  # it arrived as it was published
+            self.note(found, found)  # the events arrived as published
 
     def sink_failed(self, observed: str, event: RouterEvent, *, missed: bool, fault: Injection | None = None) -> None:
         """Record that a sink raised.
 
         Args:
-            observed: what it raised.
+            observed: text of what it raised.
             event: the event that it was given.
-            missed: whether the sink is between worker and router: then the event is missed.
-            fault: the fault that it is; None: it is real.
+            missed: whether the sink is between worker and router, so that the router misses the event.
+            fault: the injected fault; None if the failure is real.
         """
         expected = "a sink takes every event"
         if not missed:
@@ -359,9 +356,9 @@ class Judge:
         self.note(found, found)
 
     def apply_pending_recoveries(self) -> None:
-        """Apply the answers that routers got from workers: they count as arrived.
+        """Apply the answers that routers got from workers to ledger and reference: their events count as arrived.
 
-        The index under test is not given them: it has asked, and has to apply the answer itself.
+        The index under test is not given them: it asked, and must apply the answer itself.
         """
         while self.pending_recoveries:
             published, ids, events, replace = self.pending_recoveries.popleft()
@@ -369,7 +366,7 @@ class Judge:
             if replace:
                 self.reference.remove_worker_dp_rank(*key)
             for event in events:
-                with suppress(RadixIndexError):  # of events that come again
+                with suppress(RadixIndexError):  # from events that were applied before
                     self.reference.apply(event)
             self.note(
                 self.ledger.take(entries.Recovered(published, ids)),
@@ -384,12 +381,12 @@ class Judge:
         """Remove a worker, or one rank of it, from ledger and indexes: it starts over.
 
         Args:
-            worker_id: which worker.
-            dp_rank: which rank; None for all.
-            first_id: the id that its next event has; None for any.
+            worker_id: the worker.
+            dp_rank: the rank; None: all ranks.
+            first_id: the id of its next event; None: any.
 
         Returns:
-            The workers and ranks that are removed.
+            The removed workers and ranks.
 
         Raises:
             ValueError: the index under test cannot remove it; nothing is removed.
@@ -425,13 +422,13 @@ class Judge:
             comparison.in_burst = before
 
     def end_burst(self) -> None:
-        """Flush the index under test after a burst of events, and compare what they changed."""
+        """Flush the index under test after a burst of events, and compare the chains that they changed."""
         if self._comparison is not None and not self.is_async and (found := run(self._comparison.end_burst())):
             self.note(found)
 
     def look_up(self, prompt: Prompt, block_size: int, *, extra: EventExtra | None, by_tier: bool) -> Calls[TierScores]:
         """Look up a prompt in the index under test, or in the reference; see `IndexUnderTest.look_up`. The answer is
-        compared, too.
+        also compared.
         """
         __tracebackhide__ = True
         if self.under_test is None:
@@ -439,8 +436,7 @@ class Judge:
         self.end_burst()
         comparison = self._comparison
         assert comparison is not None
-        # Of names that look ahead a prompt is as many questions as there are forms, which the harness's own look-ups
-        # ask by themselves.
+        # If names look ahead, a prompt needs one query for each form; the harness's own lookups make these queries.
         before = comparison.moment() if forms_of(self.ledger.streams, prompt) == (0,) else None
         tiers = yield from self.under_test.look_up(
             prompt, block_size, extra=extra, by_tier=by_tier, streams=self.ledger.streams
@@ -453,7 +449,7 @@ class Judge:
         return tiers
 
     def held(self, prompt: Prompt, block_size: int, *, by_tier: bool = False) -> TierScores:
-        """What the reference index has of a prompt; see `IndexUnderTest.look_up`."""
+        """Return the reference index's answer for a prompt; see `IndexUnderTest.look_up`."""
         found: dict[StorageTier, dict[int, Any]] = {}
         forms = forms_of(self.ledger.streams, prompt)
         for ahead in forms:
@@ -469,25 +465,26 @@ class Judge:
 
     @property
     def num_taken_for_device(self) -> int:
-        """Blocks that an Updated has moved to the host, and that the index under test takes for the device's, as it
-        asks for none.
+        """Number of blocks that an Updated moved to the host and that the index under test still counts on the device,
+        because it takes no Updated; 0 if it does.
         """
         if self.under_test is None or self.under_test.takes_updates:
             return 0
         return sum(len(stream.moved) for stream in self.ledger.streams.values())
 
     def flush_index(self) -> None:
-        """Flush the index under test, and compare what must be right by now; nothing to do for an async one."""
+        """Flush the index under test, and compare what must be right by now; do nothing for an async index."""
         if self._comparison is not None and not self.is_async:
             self.end_burst()
             self.note(run(self._comparison.flush()))
             self.note(self._comparison.news(run(self._comparison.recheck(self.log.total - 1))))
 
     def compare(self) -> list[Problem]:
-        """Compare all chains ever stored, and record what is new; nothing to do without an index under test, or async.
+        """Compare all chains ever stored, and record new problems; do nothing without an index under test, or if it is
+        async.
 
         Returns:
-            All differences there are now, reported before or not.
+            All current differences, including those reported before.
         """
         if self._comparison is None or self.is_async:
             return []
@@ -497,7 +494,7 @@ class Judge:
         return found
 
     async def acompare(self) -> list[Problem]:
-        """Give an async index the events that wait, and `compare` it."""
+        """Give an async index the waiting events, and `compare` it."""
         assert self._comparison is not None
         self.note(self._oldest_first(await arun(self._comparison.catch_up())))
         found = self._oldest_first(await arun(self._comparison.everything(self.log.total - 1)))
@@ -509,7 +506,7 @@ class Judge:
         return oldest_first(drifts, self.ledger.streams, self.log)
 
     def take_waiting(self) -> list[QueuedEvent]:
-        """Return the events that an async index was not given, and drop them."""
+        """Return the events that an async index was not given yet, and drop them."""
         if self._comparison is None or not self.is_async:
             return []
         waiting = [queued for queued in self._comparison.waiting if isinstance(queued, QueuedEvent)]

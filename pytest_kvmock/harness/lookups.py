@@ -1,4 +1,6 @@
-"""Lookups of a test: how much of a prompt each worker holds by the index, tier by tier, and how much it would reuse."""
+"""Lookups of a test: how much of a prompt each worker holds according to the index, tier by tier, and how much each
+would reuse.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ Overlap: TypeAlias = dict[WorkerKey, int]
 
 
 class Lookups:
-    """Asks the index of a harness for prompts. Each question is written once; `run` asks it, `arun` awaits the answer.
+    """Looks up prompts in the index of a harness. Each query is written once: `run` calls the index, `arun` awaits it.
 
     Args:
         judge: has the indexes.
-        workers: name the workers of an answer.
-        block_size: tokens a block.
-        lock: held while the index is asked: after a burst of events a lookup is a comparison too.
+        workers: names the workers of an answer.
+        block_size: tokens per block.
+        lock: held during a lookup, which after a burst of events is also a comparison.
     """
 
     __slots__ = ("_block_size", "_judge", "_lock", "_workers")
@@ -41,14 +43,14 @@ class Lookups:
         self._lock = lock
 
     def of_tier(self, prompt: Prompt | TokenIds, tier: StorageTier | str) -> Calls[Overlap]:
-        """The overlap of one tier; see `RouterHarness.overlap`."""
+        """Return the overlap of one tier; see `RouterHarness.overlap`."""
         __tracebackhide__ = True
         tier = StorageTier.of(tier)
         tiers = yield from self._look_up(prompt, by_tier=tier is not StorageTier.DEVICE)
         return tiers.get(tier, {})
 
     def of_owner(self, prompt: Prompt | TokenIds, owner: str) -> Calls[Overlap]:
-        """That of one store, of the workers that can load from it."""
+        """Return the overlap of one store, for the workers that can load from it."""
         __tracebackhide__ = True
         stores = self._judge.reference.stores
         if owner not in stores:
@@ -59,7 +61,7 @@ class Lookups:
         return {key: blocks for key, blocks in found.items() if (key[0] if isinstance(key, tuple) else key) in workers}
 
     def by_tier(self, prompt: Prompt | TokenIds) -> Calls[dict[StorageTier, Overlap]]:
-        """That of each tier."""
+        """Return the overlap of each tier."""
         return self._look_up(prompt, by_tier=True)
 
     def _look_up(self, prompt: Prompt | TokenIds, *, by_tier: bool) -> Calls[dict[StorageTier, Overlap]]:
@@ -69,7 +71,7 @@ class Lookups:
         return {tier: self._by_worker(scores) for tier, scores in tiers.items()}
 
     def _extra(self, prompt: Prompt) -> EventExtra | None:
-        """What a prompt carries in addition to its tokens, in the form in which the workers publish it."""
+        """Return what a prompt carries in addition to its tokens, in the form that the workers publish."""
         if prompt.keys is None:
             return None
         count = prompt.length(self._block_size) // self._block_size
@@ -83,7 +85,7 @@ class Lookups:
         """Look up in a sync index.
 
         Args:
-            what: the method of the harness that does it; its twin for async indexes has an "a" before that.
+            what: the name of the harness's method; its async version has the prefix "a".
             lookup: the calls.
 
         Raises:
@@ -95,7 +97,7 @@ class Lookups:
             return run(lookup)
 
     async def arun(self, what: str, lookup: Calls[_T]) -> _T:
-        """Do what `run` does, for an async index.
+        """Look up in an async index; see `run`.
 
         Raises:
             TypeError: the index is not async.
@@ -105,7 +107,7 @@ class Lookups:
         return await arun(lookup)
 
     def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
-        """Tokens that each worker would reuse; see `RouterHarness.reusable`."""
+        """Return the number of tokens that each worker would reuse; see `RouterHarness.reusable`."""
         with self._lock:
             if tier == "storage":
                 found = {key: worker.storage.reusable(prompt) for key, worker in self._workers.by_key.items()}
@@ -120,10 +122,10 @@ class Lookups:
         return out
 
     def need_sync(self, what: str, instead: str) -> None:
-        """Refuse a call that asks an async index.
+        """Reject a sync call if the index is async.
 
         Raises:
-            TypeError: the index is async; the message names the method to await in its place.
+            TypeError: the index is async; the message names the method to await instead.
         """
         __tracebackhide__ = True
         if self._judge.is_async:
@@ -134,10 +136,10 @@ class Lookups:
             )
 
     def need_async(self, what: str) -> None:
-        """Refuse a call that awaits an index which is not async.
+        """Reject an async call if the index is not async.
 
         Raises:
-            TypeError: it is not.
+            TypeError: the index is not async.
         """
         __tracebackhide__ = True
         if not self._judge.is_async:

@@ -1,6 +1,4 @@
-"""The publisher, from worker to router: it counts ids, publishes to sinks, injects faults, and delivers to the
-judge.
-"""
+"""The publisher between worker and router: it counts ids, publishes to sinks, injects faults, delivers to the judge."""
 
 from __future__ import annotations
 
@@ -23,14 +21,14 @@ if TYPE_CHECKING:
     from pytest_kvmock.wire.sockets.receiver import LostBatches
 
 Transport: TypeAlias = Callable[[RouterEvent], Iterable[RouterEvent]]
-"""Returns the events that arrive for one that is published: none when it is lost."""
+"""Returns the events that arrive for a published event; empty if it is lost."""
 
 _SinkOf: TypeAlias = tuple[EventSink, int | None]
-"""A sink, and the worker whose events it gets; None: it gets those of all."""
+"""A sink, and the worker whose events it gets; None: all workers."""
 
 
 class _UserSink(Protocol):
-    """What is asked of a `KvSink` here."""
+    """The part of a `KvSink` that is used here."""
 
     worker_id: int
     events: list[KvCacheEvent]
@@ -43,19 +41,18 @@ class _UserSink(Protocol):
 
 
 class Publisher:
-    """Delivers what workers publish to the judge, one event at a time.
+    """Delivers published events to the judge, one at a time.
 
     Args:
-        judge: receives what arrives.
+        judge: receives the arriving events.
 
     Attributes:
-        lock: held while an event is published; code that takes an id and publishes with it holds it for both.
-        next_ids: the id after the last one that was published, by worker and rank.
+        lock: held while an event is published; code that takes an id and then publishes with it holds it for both.
+        next_ids: the id after the last published one, by worker and rank.
         transport: the last stage, after sinks and faults; None: every event arrives.
-        gate: takes each delivery in place of the judge, and gives it to `receive` when it is due; None: it is due at
-            once.
-        user_sinks: the sinks that publish here in place of an engine.
-        injections: what faults did to events, in order.
+        gate: gets each delivery instead of the judge, and passes it to `receive` when it is due; None: at once.
+        user_sinks: the sinks that publish here instead of an engine.
+        injections: the injections into events, in order.
     """
 
     def __init__(self, judge: Judge) -> None:
@@ -73,69 +70,67 @@ class Publisher:
 
     @property
     def injector(self) -> FaultInjector | None:
-        """The injector of faults; None while a test has asked for none."""
+        """The injector of faults; None while no test has requested a fault."""
         return self._injector
 
     @property
     def unused_faults(self) -> list[str]:
-        """The names of the faults at random that were injected into no event so far."""
+        """The names of the random faults that were not injected yet."""
         faults = () if self._injector is None else self._injector.random
         return list(dict.fromkeys(fault.kind for fault in faults if fault.is_unused))
 
     @property
     def num_uncompared_sinks(self) -> int:
-        """Sinks of `make_kv_sink` that have published, and whose engine the test has not compared in each rank and
+        """Number of sinks of `make_kv_sink` that published and whose engine the test does not compare in each rank and
         tier.
         """
         return sum(bool(sink.events) and not sink.is_compared for sink in self.user_sinks)
 
     @property
     def unused_sinks(self) -> list[int]:
-        """The workers of the sinks of `make_kv_sink` that no event came to.
+        """The workers of the sinks of `make_kv_sink` that got no event.
 
-        One whose engine is compared is used, unless the workers of the test published while it saw nothing.
+        A sink whose engine is compared counts as used, unless the workers of the test published and it got no event.
         """
         served = any(self.next_ids.values())
         return [sink.worker_id for sink in self.user_sinks if not sink.events and (served or not sink.is_watched)]
 
     @property
     def num_taken_for_device(self) -> int:
-        """Blocks on the host that the index under test takes for the device's: it has no `takes_updates`; 0 where it
-        has.
-        """
+        """See `Judge.num_taken_for_device`."""
         return self._judge.num_taken_for_device
 
     @property
     def recovery(self) -> Recovery | None:
-        """The recovery that keeps each event that is published, lost or not; None: there is none."""
+        """The recovery that keeps each published event, even a lost one; None if there is no recovery."""
         return self._recovery
 
     def add_sink(self, sink: GivenSink, *, before: bool, worker_id: int | None = None) -> None:
-        """Publish each event, or each of one worker, to one more sink, before the router or after it.
+        """Add a sink that gets each event, or each event of one worker, before the router or after it.
 
         Raises:
-            TypeError: that is no sink.
+            TypeError: not a sink.
         """
         (self._before if before else self._after).append((event_sink(sink, "add_sink: sink"), worker_id))
 
     def remove_sink(self, sink: GivenSink) -> None:
-        """Publish no further events to a sink."""
+        """Stop publishing events to a sink."""
         with self.lock:
             self._before = [each for each in self._before if given_sink(each[0]) is not sink]
             self._after = [each for each in self._after if given_sink(each[0]) is not sink]
 
     def sinks_of(self, worker_id: int) -> list[_SinkOf]:
-        """The sinks that are given the events of a worker."""
+        """Return the sinks that get the events of a worker."""
         sinks = (*self._before, *self._after)
         return [(given_sink(sink), of) for sink, of in sinks if of in (None, worker_id)]
 
     def use_injector(self, injector: FaultInjector) -> None:
-        """Inject faults from here on, and keep a book of what would have arrived without them."""
+        """Start to inject faults, and to keep a book of the events that would have arrived without them."""
         self._injector = injector
         self._judge.keep_book()
 
     def use_recovery(self, recovery: Recovery) -> None:
-        """Keep what is published, so that a router can ask for what it missed.
+        """Keep published events, so that a router can ask for those that it missed.
 
         Raises:
             ValueError: the recovery belongs to another harness.
@@ -146,11 +141,11 @@ class Publisher:
     # ----------------------------------------------------------------------------------------------- events
 
     def next_id(self, worker_id: int, dp_rank: int) -> int:
-        """The id after the last one that a worker and rank published."""
+        """Return the id after the last one that a worker and rank published."""
         return self.next_ids.get((worker_id, dp_rank), 0)
 
     def publish(self, event: RouterEvent) -> None:
-        """Publish an event of a worker; what cannot be judged is reported, as a worker only logs it."""
+        """Publish an event of a worker. A failure to judge it is also reported, because a worker would only log it."""
         with self.lock:
             try:
                 self._publish(event)
@@ -182,14 +177,14 @@ class Publisher:
             self._publish_to(self._after, event, missed=False)
 
     def takes_row(self) -> bool:
-        """Whether events may be published in a row: nothing is between workers and judge, and the judge is their only
+        """Whether events may be published in a row: no stage is between workers and judge, and there is no other
         receiver.
         """
         is_plain = self._injector is None and self._recovery is None and self.transport is None and self.gate is None
         return is_plain and not self._before and not self._after and self._judge.takes_row()
 
     def publish_row(self, row: RemovedRow) -> None:
-        """Publish events of one worker and rank, with ids that follow on each other, at once; see `takes_row`."""
+        """Publish events of one worker and rank with consecutive ids, all at once; see `takes_row`."""
         events = row.events()
         with self.lock:
             try:
@@ -204,7 +199,7 @@ class Publisher:
         self._judge.sink_failed(f"it could not be judged: {type(error).__name__}: {error}", event, missed=False)
 
     def _note_id(self, event: RouterEvent) -> None:
-        """Note the id of an event that is published."""
+        """Record the id of a published event, and the ids that the worker skipped."""
         key = event.worker_id, event.event.dp_rank
         due, event_id = self.next_ids.get(key), event.event.event_id
         if event_id > (due or 0):
@@ -212,41 +207,42 @@ class Publisher:
         self.next_ids[key] = event_id + 1
 
     def deliver(self, delivery: Delivery) -> None:
-        """Deliver to the judge what arrives, at once or when it is due."""
+        """Deliver an event to the judge, at once or, with a gate, when it is due."""
         if self.gate is not None:
             self.gate(delivery)
         else:
             self.receive(delivery)
 
     def receive(self, delivery: Delivery) -> None:
-        """Deliver to the judge what arrives now."""
+        """Deliver an event to the judge now."""
         if self.transport is None:
             self._judge.received(delivery)
         else:
             for event in self.transport(delivery.event):
-                if event.chained is not delivery.event.chained:  # no transport carries it
+                if event.chained is not delivery.event.chained:  # no transport carries the mark
                     event = replace(event, chained=delivery.event.chained)  # noqa: PLW2901 - the same event
                 self._judge.received(delivery._replace(event=event))
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether a router that indexes parents may raise on the event that was received last."""
+        """Whether a router that indexes parents may raise on the last received event."""
         last = self._judge.last_received
         return last is not None and last.is_of_the_engine
 
     def story_before(self, event: RouterEvent) -> str:
-        """What became of the block that an event goes on from or removes; empty where there is none."""
+        """Return what removed the block that an event continues from or removes, or else the block's story; "" if there
+        is no such block.
+        """
         stream, data = self._judge.ledger.streams.get(event.key), event.data
         blocks = (data.parent_hash,) if isinstance(data, Stored) else getattr(data, "block_hashes", ())[:1]
         return "" if stream is None or not blocks or blocks[0] is None else removal_of(stream, blocks[0])
 
     def losses_at(self, endpoints: Sequence[str], sink: int | None = None) -> LostBatches:
-        """Return the function that a subscriber at these endpoints, one a rank, calls for losses: `lost_batches` with
-        its worker.
+        """Return the function that a subscriber at these endpoints, one per rank, calls to report lost batches.
 
         Args:
-            endpoints: these.
-            sink: the worker whose losses they are; None: the one that is said at each.
+            endpoints: the endpoints.
+            sink: the worker whose batches are lost; None: the worker that each call names.
         """
         with self.lock:
             consumer = Subscribed(tuple(endpoints))
@@ -263,7 +259,7 @@ class Publisher:
             self._judge.lost_batches(lost)
 
     def _publish_to(self, sinks: list[_SinkOf], event: RouterEvent, *, missed: bool) -> bool:
-        """Publish to sinks in order; the first that raises keeps the event from those after it (dynamo-mocker)."""
+        """Publish to sinks in order; the first that raises keeps the event from later sinks (dynamo-mocker)."""
         for sink, worker_id in sinks:
             if worker_id is not None and worker_id != event.worker_id:
                 continue
@@ -271,7 +267,7 @@ class Publisher:
                 sink.publish(event)
             except Exception as error:  # noqa: BLE001 - whatever a sink raises is a finding
                 observed = f"{sink_text(sink)} raised {type(error).__name__}: {error}"
-                if getattr(given_sink(sink), "closed", False) is True:  # it would raise at each event: once is enough
+                if getattr(given_sink(sink), "closed", False) is True:  # it would raise at each event: report it once
                     self.remove_sink(given_sink(sink))
                     observed += "; it gets no further events"
                 self._judge.sink_failed(observed, event, missed=missed)
@@ -281,15 +277,16 @@ class Publisher:
     # ---------------------------------------------------------------------------------------------- workers
 
     def begun(self, key: StreamKey) -> None:
-        """Begin with a worker and rank: it has published nothing."""
+        """Begin with a worker and rank that has not published anything."""
         if self._recovery is not None:
             self._recovery.worker_restarted(key)
 
     def worker_restarted(self, key: StreamKey, *, announced: bool) -> None:
-        """Restart a worker and rank, which begins again with event id 0; each sink of that worker alone is notified.
+        """Restart a worker and rank: its event ids begin again with 0. Sinks that get only this worker's events are
+        notified.
 
         Raises:
-            ValueError: it is announced, and the index under test cannot remove it; nothing has changed.
+            ValueError: the restart is announced and the index under test cannot remove the worker; nothing has changed.
         """
         with self.lock:
             if announced:
@@ -302,7 +299,7 @@ class Publisher:
                     notify(key[1])
 
     def removed(self, worker_id: int, dp_rank: int | None = None) -> list[StreamKey]:
-        """Remove a worker from the router, or one rank of it (None: all); return the ranks that are removed.
+        """Remove a worker, or one of its ranks (None: all), from the router; return the removed ranks.
 
         Raises:
             ValueError: the index under test cannot remove it; nothing has changed.

@@ -1,4 +1,4 @@
-"""What an index under test is still to be given, and how an answer of it is wrong."""
+"""Events and removals that an index under test was not given yet, and its wrong answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from pytest_kvmock.values.tokens import Prompt
 
 
 class QueuedEvent(NamedTuple):
-    """An event that the index under test has not been given yet.
+    """An event that the index under test was not given yet.
 
     Attributes:
         event: the event.
         position: its number in the log.
-        problems: what the ledger found wrong with it.
-        refused: the reference index raised on it.
-        given: the event that the index is given, where a fault changes its input.
+        problems: the problems that the ledger found.
+        refused: whether the reference index raised on it.
+        given: the event that the index is given instead if a fault changes its input.
         orphaned: the blocks that its worker and rank holds without their parents, each with the warning.
     """
 
@@ -39,14 +39,14 @@ class QueuedEvent(NamedTuple):
 
     @property
     def may_be_refused(self) -> bool:
-        """Whether an index may raise on it: the reference index does, and the ledger finds no error."""
+        """Whether an index may raise on the event: the reference index raised, and the ledger found no error."""
         return self.refused and not any(problem.is_error for problem in self.problems)
 
     @property
     def is_of_the_engine(self) -> bool:
-        """Whether an index of parents may raise on it, as its engine does such things by itself.
+        """Whether an index that tracks parents may raise on the event because of the engine's own behaviour.
 
-        That is an event on which an index may raise, or whose errors all follow from a warning.
+        This is true if any index may raise on it, or if all its errors follow from a warning.
         """
         errors = [problem for problem in self.problems if problem.is_error]
         return self.may_be_refused or (bool(errors) and not any(each.root.is_error for each in errors))
@@ -56,13 +56,13 @@ class WrongAnswer(NamedTuple):
     """The first worker for which an answer of the index under test is wrong.
 
     Attributes:
-        asked: the method that returned it.
-        answer: the answer, of the device.
-        tier: where it is wrong.
-        worker: which worker.
-        rank: and its rank.
-        blocks: how many blocks it returned.
-        expected: how many are right.
+        asked: the method that returned the answer.
+        answer: the answer for the device.
+        tier: the tier with the wrong answer.
+        worker: the worker.
+        rank: the worker's rank.
+        blocks: the number of blocks in the answer.
+        expected: the correct numbers of blocks.
     """
 
     asked: str
@@ -75,13 +75,13 @@ class WrongAnswer(NamedTuple):
 
 
 class AskedPrompt(NamedTuple):
-    """A prompt that a test has asked for.
+    """A prompt that a test has looked up.
 
     Attributes:
         prompt: the prompt.
-        block_size: tokens a block.
+        block_size: tokens per block.
         extra: what it carries in addition to its tokens, in the form of the engines' events; None for nothing.
-        by_tier: it was asked for all tiers, and not for the device alone.
+        by_tier: whether the lookup was for all tiers; False: only for the device.
     """
 
     prompt: Prompt
@@ -91,7 +91,7 @@ class AskedPrompt(NamedTuple):
 
 
 class QueuedRemoval(NamedTuple):
-    """A removal that the index under test has not been given yet: these workers and ranks begin again."""
+    """A removal that the index under test was not given yet: these workers and ranks begin again."""
 
     keys: Sequence[StreamKey]
     calls: Sequence[Call]

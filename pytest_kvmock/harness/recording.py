@@ -1,7 +1,7 @@
 """The recording of a harness, from which a failure is replayed and reduced (`pytest_kvmock.harness.reduce`).
 
-Two levels are kept: the events as they arrived, which the journal has, and the operations on the workers. A passing
-test pays for a tuple an operation, and for nothing else.
+Two levels are kept: the arrived events, in the journal, and the operations on the workers. A passing test only pays for
+one tuple per operation.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.events import StreamKey
 
 MOST: Final = 200_000
-"""How many events, and how many operations, a failure is reduced from; what comes later is left out."""
+"""Maximum number of events, and of operations, that a failure is reduced from; later ones are left out."""
 
 
 class RecordedOperation(NamedTuple):
     """An operation, and when it was called.
 
     Attributes:
-        operation: what a test did with a worker, or with the router; requests are numbered from 1.
-        at: how many events had arrived before.
+        operation: the operation on a worker or the router; requests are numbered from 1.
+        at: the number of events that had arrived before.
     """
 
     operation: Operation
@@ -45,16 +45,16 @@ class Recording:
 
     Args:
         log: counts the events.
-        journal: has them.
+        journal: has the events.
         sync: when the index under test is compared; see `RouterHarness`.
         clears: what a Cleared empties; see `RouterHarness`.
 
     Attributes:
-        operations: the operations on the workers: the class of each, its fields, and `RecordedOperation.at`. The value
-            is made when it is wanted (`recorded`).
-        requests: how many requests there were.
+        operations: the operations on the workers: the class of each, its fields, and `RecordedOperation.at`. `recorded`
+            makes values of them on demand.
+        requests: the number of requests.
         bursts: whether the test gave an index events in bursts (`RouterHarness.burst`).
-        engines: of each worker and rank that had an engine, its arguments and the worker's backend.
+        engines: for each worker and rank that had an engine, its arguments and the worker's backend.
         backends: the backends of the workers, by name.
         sinks: the worker ids of the sinks.
     """
@@ -86,8 +86,8 @@ class Recording:
 
     @property
     def arrivals(self) -> list[entries.Arrival]:
-        """What the router received, and what stands among that; events that were found to be a chain are marked as
-        such.
+        """The events and other arrivals that the router received, in order. Events whose hashes were later found to be
+        a chain are marked.
         """
         chained = {entry.position for entry in self._journal if isinstance(entry, entries.HashesChained)}
         arrivals: list[entries.Arrival] = []
@@ -113,18 +113,18 @@ class Recording:
 
     @property
     def journal(self) -> Sequence[entries.Entry]:
-        """All that the ledger has learned."""
+        """All entries of the ledger."""
         return self._journal
 
     def next_request(self) -> int:
-        """Number one more request, from 1."""
+        """Return the number of the next request, from 1."""
         self.requests += 1
         return self.requests
 
     def operate(self, operation: type[Operation], *fields: Any) -> None:
-        """Record an operation, before it runs: one that raises changes nothing, or a part of what it should.
+        """Record an operation before it runs, because an operation that raises may already have changed something.
 
-        Passes of an engine that follow on each other are one operation.
+        Consecutive passes of an engine are one operation.
         """
         if operation is RunPasses and self.operations:
             last, (count, *key), at = self.operations[-1]
@@ -135,7 +135,7 @@ class Recording:
             self.operations.append((operation, fields, self._log.total))
 
     def retract_pass(self, worker_id: int, dp_rank: int) -> None:
-        """Take back the last pass that was recorded of an engine."""
+        """Remove the last recorded pass of an engine."""
         for place in range(len(self.operations) - 1, -1, -1):
             operation, (count, *key), at = self.operations[place]
             if operation is RunPasses and key == [worker_id, dp_rank]:
@@ -145,7 +145,7 @@ class Recording:
                 return
 
     def recorded(self) -> Iterator[RecordedOperation]:
-        """The operations as values, in order."""
+        """Yield the operations as values, in order."""
         for operation, fields, at in self.operations:
             made = (each.tokens() if isinstance(each, TokenRuns) else each for each in fields)
             yield RecordedOperation(operation(*made), at)

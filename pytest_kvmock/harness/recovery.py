@@ -1,4 +1,4 @@
-"""Recovery: what workers answer a router that asks for events that it missed."""
+"""Recovery: the answers of workers to a router that asks for missed events."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ if TYPE_CHECKING:
 
 
 class Recovery:
-    """The callable by which a router asks a worker of a harness for events that it missed: `recovery(*query)`.
+    """The callable that a router uses to ask a worker of a harness for missed events: `recovery(*query)`.
 
-    It answers as the worker would, from a `LocalIndex` of each worker and rank, which has all that was published,
-    whatever was lost on its way. The answer counts as arrived: its events are missing no more, and from there on the
-    index under test is compared without excuse. The index is not given the answer; it has to apply it before its
+    It answers as the worker would, from a `LocalIndex` of each worker and rank, which has all published events, even
+    lost ones. The answer counts as arrived: its events are no longer missing, and from then on the index under test is
+    compared without excuse. The harness does not apply the answer to the index; the index must apply it before its
     `apply`, or its `flush`, returns.
 
-    It belongs to one harness (`RouterHarness(recovery=...)`), from before the first event on.
+    A recovery belongs to one harness (`RouterHarness(recovery=...)`), from before the first event.
 
     Args:
-        ring: how many of its last events each worker and rank keeps.
+        ring: number of last events that each worker and rank keeps.
 
     Raises:
-        ValueError: no ring.
+        ValueError: an invalid `ring`.
 
     Attributes:
         queries: the queries, in order.
@@ -45,21 +45,21 @@ class Recovery:
         self.queries: list[WorkerQuery] = []
         self.answers: list[Answer] = []
         self._local: dict[StreamKey, LocalIndex] = {}
-        self._published = Ledger(judges_hashes=False)  # of what it answers, no hash is judged
-        # What the reference index of a stream is built of that is not prefix-closed: there, events that come again
-        # after others that came too early would leave other links than the same events in their order. And of one whose
-        # copies are counted, as the reference counts none.
+        self._published = Ledger(judges_hashes=False)  # the hashes of answers are not judged
+        # The events that the reference index is rebuilt from, for streams that are not prefix-closed: there, events
+        # applied again after later ones would leave other links than in their order. Also for streams with counted
+        # copies, as the reference counts none.
         self._built: dict[StreamKey, list[RouterEvent]] = {}
         self._judge: Judge | None = None
         self._harness_lock = RLock()
-        self._lock = Lock()  # an index may ask in a thread of its own, while its harness waits for it
+        self._lock = Lock()  # an index may ask from another thread while its harness waits for it
 
     def __repr__(self) -> str:
         return f"<Recovery with rings of {self.ring} events, asked {len(self.queries)} times>"
 
     @property
     def ring(self) -> int:
-        """How many of its last events each worker and rank keeps. Made smaller, the oldest are dropped."""
+        """Number of last events that each worker and rank keeps. A smaller number drops the oldest."""
         return self._ring
 
     @ring.setter
@@ -73,14 +73,14 @@ class Recovery:
         """Ask a worker.
 
         Args:
-            worker_id: which worker.
-            start: the first event id that is wanted; None: a dump of all that the worker holds.
-            end: the last one; None: the newest. An answer has all up to the newest anyway.
-            dp_rank: which of its ranks.
+            worker_id: the worker.
+            start: the first event id; None: a dump of all that the worker holds.
+            end: the last event id; None: the newest. An answer runs to the newest in any case.
+            dp_rank: the worker's rank.
 
         Raises:
-            ValueError: there is no such worker, or an id is none.
-            RuntimeError: it belongs to no harness.
+            ValueError: an unknown worker, or an invalid id.
+            RuntimeError: the recovery belongs to no harness.
         """
         judge = self._judge
         if judge is None:
@@ -120,7 +120,7 @@ class Recovery:
 
     @staticmethod
     def _with_copies(dump: TreeDump, published: Stream) -> TreeDump:
-        """The dump, with a Stored for each further copy of a block: the router has to count them too."""
+        """Return the dump with a Stored for each further copy of a block, as the router must count copies too."""
         again: list[RouterEvent] = []
         for event in dump.events:
             data = event.event.data
@@ -137,7 +137,7 @@ class Recovery:
         """Bind the recovery to a harness.
 
         Raises:
-            ValueError: it belongs to one.
+            ValueError: it already belongs to a harness.
         """
         if self._judge is not None:
             raise ValueError("this recovery belongs to another RouterHarness; make one for each")
@@ -159,7 +159,7 @@ class Recovery:
         return published.spec.prefix_closed and published.spec.residency == "unique"
 
     def worker_restarted(self, key: StreamKey) -> None:
-        """Start over with a worker and rank: what it published before is dropped."""
+        """Start over with a worker and rank, and drop its earlier events."""
         with self._lock:
             self._begin(key)
 

@@ -1,7 +1,7 @@
-"""What the engines of hybrid models would reuse of a chain: the least that an index under test may answer for it.
+"""How much of a chain the engines of hybrid models would reuse: the smallest correct answer of an index under test.
 
-An index cannot read from events which cached blocks such an engine can use: it may answer what the attention group
-holds, or less, but not less than the engine would reuse.
+Events do not show which cached blocks such an engine can use. So an index may answer what the attention group holds, or
+less, but not less than the engine would reuse.
 """
 
 from __future__ import annotations
@@ -17,21 +17,21 @@ from pytest_kvmock.values.tokens import Prompt
 
 
 class Reusing(Protocol):
-    """What is asked of an engine (`HarnessWorker`)."""
+    """The part of an engine that is used here (`HarnessWorker`)."""
 
     @property
     def next_id(self) -> int | None:
-        """The id of its next event; None while it is at work, or holds events."""
+        """The id of its next event; None while it is running or holds events."""
 
     def cached_tokens(self, prompt: Prompt) -> int:
-        """Tokens of a prompt that it would reuse now."""
+        """Return the number of tokens of a prompt that it would reuse now."""
 
 
 class Reuse:
     """Asks engines how many blocks of a chain they would reuse.
 
     Attributes:
-        engines: those whose events promise more than a request can use, by worker and rank.
+        engines: the engines whose events promise more than a request can use, by worker and rank.
     """
 
     def __init__(self) -> None:
@@ -47,20 +47,20 @@ class Reuse:
         at_rest: bool,
         exactly: bool,
     ) -> None:
-        """Lower what an index has to answer to what engines would reuse, or to 0 where that cannot be asked.
+        """Lower the smallest correct answers to what engines would reuse, or to 0 if an engine cannot be asked.
 
         Args:
-            streams: what is held according to the events.
-            chain: the chain that was looked up; what is reused is that of a prompt that goes on behind it.
-            least: the lowest answers that are right by the events alone.
-            most: the highest.
-            at_rest: whether no engine is in the middle of what it does.
-            exactly: the index answers what is reused, so nothing else is right where that can be asked.
+            streams: the blocks that are held according to the events.
+            chain: the chain that was looked up; the engine is asked for a longer prompt that begins with it.
+            least: the smallest correct answers according to the events; changed in place.
+            most: the largest correct answers; changed in place.
+            at_rest: whether no engine is in the middle of an operation.
+            exactly: whether the index answers what is reused; then only that is correct if an engine can be asked.
         """
         for key, stream in streams.items():
             engine = self.engines.get(key)
             if engine is None and not (exactly and stream.groups):
-                continue  # there is no engine to ask: an index that does not say that it answers less owes what is held
+                continue  # no engine to ask: the index must answer what is held, or what is reused if it claims so
             reused = None
             if at_rest and engine is not None and (exactly or least.get(key)):
                 reused = _blocks_reused(engine, stream, streams, chain)
@@ -75,8 +75,8 @@ class Reuse:
 def _blocks_reused(
     engine: Reusing, stream: Stream, streams: Mapping[StreamKey, Stream], chain: QueriedChain
 ) -> int | None:
-    """Blocks of a chain that an engine would reuse; None: not all its events have arrived, or the tokens are not
-    known.
+    """Return the number of blocks of a chain that an engine would reuse; None if not all its events have arrived, or if
+    the tokens are unknown.
     """
     size = stream.spec.block_size
     if size is None or chain.negative or stream.holes or stream.desync is not None or engine.next_id != stream.next_id:
@@ -95,8 +95,8 @@ def _blocks_reused(
 def _tokens_of(
     chain: QueriedChain, streams: Mapping[StreamKey, Stream]
 ) -> tuple[tuple[int, ...] | None, tuple[int, ...], EventExtra | None]:
-    """The tokens of a chain, those that its last name looks at, and what they carried: its own, or from the events
-    of whoever has stored it.
+    """Return the tokens of a chain, the next tokens that its last name covers, and extra data: the chain's own, or from
+    the events of a stream that stored it.
     """
     if chain.tokens is not None:
         return chain.tokens, (), chain.extra
@@ -111,7 +111,7 @@ def _tokens_of(
 
 
 def bounds_text(right: range, *, exactly: bool) -> str:
-    """What is expected of an index over a hybrid model, for messages; `exactly`: it answers what is reused."""
+    """Return the expected answer for a hybrid model, as text; `exactly`: the index answers what is reused."""
     least, most = right.start, right.stop - 1
     blocks = "1 block" if most == 1 else f"{most} blocks"
     if least < most:
@@ -120,22 +120,22 @@ def bounds_text(right: range, *, exactly: bool) -> str:
 
 
 def misread(stream: Stream, block: int, *, too_many: bool) -> str:
-    """Which group's event an index has misread that answers too many blocks, or too few, as far as events show it.
+    """Return a guess, from the events, which group's event an index misread that answers too many or too few blocks.
 
     Args:
-        stream: of the worker and rank of which the answer is wrong.
+        stream: the stream of the worker and rank with the wrong answer.
         block: the first block that is counted wrongly.
-        too_many: whether it is counted and must not be; else it is not counted and must be.
+        too_many: whether the block is counted and must not be; False: it is not counted and must be.
 
     Returns:
-        In words, where the block is "it"; empty where they show nothing.
+        A text that calls the block "it"; empty if the events show nothing.
     """
     clues = _of_counted(stream, block) if too_many else _of_not_counted(stream, block)
     return next(clues, "")
 
 
 def _of_counted(stream: Stream, block: int) -> Iterator[str]:
-    """What may have led an index to count a block that is not held, the likeliest first."""
+    """Yield possible reasons why an index counts a block that is not held, the likeliest first."""
     main = "no group" if stream.group_idx is None else _called(stream)
     for part in stream.groups.values():
         if block in part.device:
@@ -154,7 +154,7 @@ def _of_counted(stream: Stream, block: int) -> Iterator[str]:
 
 
 def _of_not_counted(stream: Stream, block: int) -> Iterator[str]:
-    """What may have led an index to count no more, as of a block that is held, the likeliest first."""
+    """Yield possible reasons why an index does not count a block that is held, the likeliest first."""
     main = "no group" if stream.group_idx is None else _called(stream)
     parent = stream.parent(block) if stream.was_stored(block) else None
     for each, it in ((block, "it"), (parent, "its parent")):
@@ -181,7 +181,7 @@ def _named(data: SparseStored) -> str:
 
 
 def _called(part: Stream) -> str:
-    """The name of a group: its number, and its kind."""
+    """Return the text of a group: its number and its kind."""
     stored = (event for event in reversed(part.events) if isinstance(event.event.data, Stored))
     kind = next((group_kind(event.extra) for event in stored), None)
     return f"group {part.group_idx} ({kind or FULL_ATTENTION})"

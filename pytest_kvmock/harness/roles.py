@@ -1,4 +1,4 @@
-"""The roles of a test's workers in P/D pairs, as the `roles` key of the `kvmock` marker gives them."""
+"""The roles of a test's workers in P/D pairs, read from the `roles` key of the `kvmock` marker."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _OWN: Final = ("workers", "backend", "hand_over", "publishes")
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What the workers of one role are made by.
+    """The settings of the workers of one role.
 
     Attributes:
-        pair: what they are for.
-        workers: how many there are.
-        backend: theirs; None: the harness's.
+        pair: their role in a pair.
+        workers: number of workers.
+        backend: their backend; None: the harness's.
         publishes: whether they publish.
-        sizes: fields of `EngineProfile` in which they differ from the harness's, and `dp_size`.
+        sizes: fields of `EngineProfile` that differ from the harness's, and `dp_size`.
     """
 
     pair: PairRole | SglangRole
@@ -38,7 +38,7 @@ class Role:
 
     @property
     def ranks(self) -> int:
-        """How many ranks each worker has."""
+        """Number of ranks of each worker."""
         ranks: int = self.sizes["dp_size"]
         return ranks
 
@@ -46,26 +46,27 @@ class Role:
     def engine(self) -> dict[str, Any]:
         """Fields of `MockEngineArgs` of its engines."""
         pair = self.pair
-        semantics = "mixed" if pair.hand_over == IN_ROOMS else "1.6.1"  # those whose schedulers take pairs
+        semantics = "mixed" if pair.hand_over == IN_ROOMS else "1.6.1"  # the semantics whose schedulers support pairs
         fields = {"worker_type": pair.worker_type, "hand_over": pair.hand_over, "pair": pair.options}
         return {**fields, "semantics": semantics}
 
     def options_of(self, spec: BackendSpec) -> dict[str, Any]:
-        """Options that its workers ask of their backend, where that has them: SGLang's pairs have its unified cache."""
+        """Return the options that its workers pass to their backend, if it has them: SGLang's pairs use its unified
+        cache.
+        """
         return {"unified": True} if self.pair.hand_over == IN_ROOMS and "unified" in spec.options else {}
 
 
 def read_roles(given: object, dp_size: int = 1) -> dict[str, Role]:
-    """The roles of a test, by worker type.
+    """Return the roles of a test, by worker type.
 
     Args:
-        given: a mapping of worker types to numbers of workers, or to mappings of what they are:
-            `workers`, `backend`, `hand_over` ("vllm"), `publishes`, fields of `EngineProfile` and
-            of `PairOptions`.
-        dp_size: how many ranks workers have of a role that does not say it.
+        given: a mapping of worker types to numbers of workers, or to mappings with the keys `workers`, `backend`,
+            `hand_over` ("vllm"), `publishes`, and fields of `EngineProfile` and of `PairOptions`.
+        dp_size: number of ranks per worker, for a role that does not set it.
 
     Raises:
-        ValueError: it is invalid, or a value is out of range.
+        ValueError: an invalid mapping, or a value out of range.
     """
     if not isinstance(given, Mapping) or not given:
         raise ValueError(f"roles must be a mapping such as {{'prefill': 1, 'decode': 1}}, got {given!r:.80}")

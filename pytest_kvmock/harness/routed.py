@@ -1,5 +1,5 @@
-"""A fleet over the workers of a harness: its events are judged, its faults injected, and its index is the one under
-test.
+"""A fleet that uses the workers of a harness: events are judged, faults are injected, and the index under test answers
+overlaps.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Judging(Protocol):
-    """What a fleet needs of a harness (`RouterHarness`)."""
+    """The part of a harness that a fleet uses (`RouterHarness`)."""
 
     @property
     def profile(self) -> EngineProfile: ...  # noqa: D102 - as RouterHarness has it
@@ -59,13 +59,12 @@ class Judging(Protocol):
 
 
 class JudgedEvents(Knowledge[Delivery]):
-    """The events of a harness on their way to judge and router, behind the faults; overlaps by the index of the
-    harness.
+    """The events of a harness on their way to judge and router, after faults; the harness's index answers overlaps.
 
     Args:
         harness: the harness.
         publisher: its publisher.
-        delay: how late events are delivered, in virtual milliseconds.
+        delay: the delay of events, in virtual milliseconds.
     """
 
     takes_engines = False
@@ -74,14 +73,14 @@ class JudgedEvents(Knowledge[Delivery]):
         super().__init__(harness.inside.reference, delay, has_ranks=harness.profile.dp_size > 1)
         self._harness = harness
         self._publisher = publisher
-        self._found = 0  # problems before the run
-        self._events_before = 0  # events up to the end of the last run, all of which the router has
+        self._found = 0  # number of problems before the run
+        self._events_before = 0  # number of events up to the end of the last run; the router has all of them
         self._untold: set[Worker] = set()
-        self._seen = (0, 0)  # injections and problems that have a mark
+        self._seen = (0, 0)  # numbers of injections and of problems that were checked for marks
         self.marks: list[EventMark] = []
 
     def begin(self, calls: RouterCalls) -> None:
-        """Begin a run: from now on, what is published is held until it is delivered.
+        """Begin a run: from now on, published events are held until they are due.
 
         Raises:
             TypeError: the index is async.
@@ -96,7 +95,7 @@ class JudgedEvents(Knowledge[Delivery]):
         self._publisher.gate = lambda delivery: self._on_the_way.put(delivery.event, delivery)
 
     def end(self) -> None:
-        """End the run, and deliver what is left of one that failed."""
+        """End the run, and deliver the events that a failed run left."""
         self._publisher.gate = None
         super().end()
         for delivery in self._on_the_way.take(math.inf):
@@ -111,7 +110,7 @@ class JudgedEvents(Knowledge[Delivery]):
         return self._publisher.story_before(event)
 
     def _delivered(self, now_ms: float) -> None:
-        """Note when faults were injected, and errors found that no fault explains."""
+        """Record marks for injected faults, and for new errors that no fault explains."""
         injections, problems = self._publisher.injections, self._harness.events.problems
         if self._seen == (len(injections), len(problems)) or now_ms == math.inf:
             return
@@ -125,22 +124,22 @@ class JudgedEvents(Knowledge[Delivery]):
         )
 
     def overlaps(self, request: RouterRequest) -> Mapping[Worker, int]:
-        """Return how many leading full blocks of a prompt each worker holds, by the index of the harness."""
+        """Return how many leading full blocks of a prompt each worker holds, according to the harness's index."""
         return cast("Mapping[Worker, int]", self._harness.overlap(request.prompt))
 
     @property
     def untold(self) -> set[Worker]:
-        """The workers that held blocks when events arrived that did not reach the router; they restart, and their
-        events reach it again.
+        """The workers that held blocks when events arrived between runs, which the router did not get. After an
+        announced restart a worker is removed from the set.
         """
         if self._harness.events.total != self._events_before:
             self._untold.update(worker for worker in self._harness.workers if self.held_blocks(worker))
         return self._untold
 
     def drifted(self, belief: Belief) -> None:
-        """Note a wrong belief in the log, under the one that it may follow from."""
+        """Record a wrong belief in the log, under the belief that it may follow from."""
         workers = self._harness.workers
-        # For an absent worker, the first that is there; if none is, the one that it is about.
+        # An absent worker is replaced by the first existing worker, if there is one.
         named = belief.worker if belief.worker in workers else next(iter(workers), belief.worker)
         key = stream_of(named)
         log = self._harness.events
@@ -150,8 +149,8 @@ class JudgedEvents(Knowledge[Delivery]):
         log.note([problem])
 
     def held_events(self) -> list[RouterEvent]:
-        """Return the events after which an empty index has what is held now; the reference index counts no copies,
-        the ledger does.
+        """Return the events that bring an empty index to the current state. Copies come from the ledger, because the
+        reference index does not count them.
         """
         held = super().held_events()
         streams = self._harness.inside.streams
@@ -162,8 +161,8 @@ class JudgedEvents(Knowledge[Delivery]):
         return held
 
     def new_index(self) -> RadixIndex:
-        """Return an empty index of events as they reach the router; the reference index counts no copies, the
-        ledger does.
+        """Return an empty index for events as they reach the router. It counts copies if a backend publishes them; the
+        reference index does not.
         """
         workers = list(self._harness.workers.values())
         specs = [BACKENDS.get(worker.backend) for worker in workers]
@@ -182,7 +181,7 @@ class JudgedEvents(Knowledge[Delivery]):
         ]
 
     def restart(self, worker: Worker, engine: MockEngine, *, announced: bool) -> None:
-        """Restart a worker; an unannounced restart is a fault, to which what follows is attributed."""
+        """Restart a worker; an unannounced restart is a fault, and the problems after it are attributed to it."""
         if announced:
             self._on_the_way.drop(*stream_of(worker))
             self._untold.discard(worker)
@@ -191,7 +190,7 @@ class JudgedEvents(Knowledge[Delivery]):
             self._harness.faults.restart(worker)
 
     def crash(self, worker: Worker, engine: MockEngine) -> None:
-        """Have a worker die: what it has published may still come, and nothing after that."""
+        """Let a worker die: events that it has published may still arrive, and no others follow."""
         self._harness.faults.crashed(worker)
         super().crash(worker, engine)
 
@@ -199,7 +198,7 @@ class JudgedEvents(Knowledge[Delivery]):
         self._harness.remove_worker(worker_id)
 
     def join(self, worker: Worker, engine: MockEngine | None, like: MockEngine) -> MockEngine:  # noqa: ARG002 - it is made by the profile
-        """Make one more worker, of the role of the one that it is like."""
+        """Add a worker, with the role of the engine `like`."""
         worker_id, dp_rank = stream_of(worker)
         if like.args.worker_type != "aggregated":
             self._harness.inside.add_to_role(like.args.worker_type, worker_id, dp_rank)
@@ -208,7 +207,7 @@ class JudgedEvents(Knowledge[Delivery]):
         return joined
 
     def _know(self, worker: KvWorker) -> None:
-        """Ask the reference for prompts of a worker by the windows that its names cover, as the router must."""
+        """Record how many next tokens a worker's names cover, so that prompts are looked up by such names."""
         self.forms.know((worker.worker_id, worker.dp_rank), worker.traits.looks_ahead)
 
 
@@ -225,7 +224,7 @@ def make_fleet(
     **options: Any,
 ) -> Fleet:
     """Make a fleet; see `RouterHarness.fleet`."""
-    own = {"engines", "index", "stores"}  # a harness has these itself
+    own = {"engines", "index", "stores"}  # the harness provides these
     known = [name for name in (*signature(Fleet).parameters, "workers", "backends", "engine") if name not in own]
     for name in options:
         if name in own:

@@ -52,46 +52,46 @@ if TYPE_CHECKING:
 class RouterHarness:
     """Workers that publish KV events, a router index that receives them, and a ledger that judges the stream.
 
-    As a context manager it judges on leaving. It models `RouterIndexerHarness` of dynamo-mocker.
+    As a context manager it judges at the end of the block. It models `RouterIndexerHarness` of dynamo-mocker.
 
     Args:
-        profile: size and kind of the workers; the default profile if None.
+        profile: size and kind of the workers; None: the default profile.
         backend: name of the workers' backend, or a `BackendSpec`; None if no worker is needed yet (see
             `Inside.use_backend`).
-        index: the index under test (see `IndexUnderTest` for its methods), or, with `roles`, one of each role,
-            `{"prefill": ..., "decode": ...}`; None for the reference index alone.
+        index: the index under test (see `IndexUnderTest` for its methods), or, with `roles`, one for each role,
+            `{"prefill": ..., "decode": ...}`; None: only the reference index.
         sync: when an index under test is compared: after "every" event, "auto" (after every event up to the 2,000th,
-            then after one in 16), after a "burst" (see `burst`: all events are in one) or at the "end".
-        allow: rules whose breach is no failure when the harness judges on leaving.
-        recovery: the callable by which an index asks workers for events that it missed; None: they keep none.
-        name: seeds everything random, together with the profile's seed; the plugin passes the test's node id.
-        faults: how often faults strike an event at random, from 0 to 1, by name; see `Faults.at_random`.
+            then after one in 16), after a "burst" (see `burst`; all events form one) or at the "end".
+        allow: rules whose breach is no failure when the harness judges at the end of the block.
+        recovery: the callable that an index uses to ask workers for missed events; None: workers keep no events.
+        name: seeds all random choices, together with the profile's seed; the plugin passes the test's node id.
+        faults: rates of random faults, from 0 to 1, by name; see `Faults.at_random`.
         survive: names of the faults that the index under test must survive.
-        engine: fields of `MockEngineArgs` for the engines of its workers (see `engine`); sizes among them go before the
+        engine: fields of `MockEngineArgs` for the engines of its workers (see `engine`); their sizes override the
             profile's.
-        judge_unpublished: judge what workers without prefix caching would publish, too, by the rules of the ledger
-            alone.
+        judge_unpublished: whether to judge also the events that workers without prefix caching would publish, only by
+            the rules of the ledger.
         clears: what a Cleared empties: the "rank" that published it (Dynamo from 1.6), or all ranks of its "worker"
             (Dynamo up to 1.3); see `RadixIndex`.
-        journal: keeps what the harness learns of its streams: a `CapturingJournal` writes it down too; None: a plain
-            one.
-        roles: its workers by what they are for in P/D pairs, such as `{"prefill": 1, "decode": 1}`
-            (see `role`); None: they are in none.
-        stores: the stores that workers share, such as `{"disk": {"kind": "files", "workers": [0, 1]}}`; None: there
-            are none, and what a worker has below its host is its own.
+        journal: keeps the entries of the ledger; a `CapturingJournal` also writes them to a capture. None: a plain
+            journal.
+        roles: the workers of each role in P/D pairs, such as `{"prefill": 1, "decode": 1}` (see `role`); None: no
+            roles.
+        stores: the stores that workers share, such as `{"disk": {"kind": "files", "workers": [0, 1]}}`; None: workers
+            share no store, and each keeps its tiers below the host to itself.
 
     Raises:
-        ValueError: an unknown backend, rule, fault, `sync` or `clears`; a rate out of range; an index with
-            blocks.
+        ValueError: an unknown backend, rule, fault, `sync` or `clears`; a rate out of range; an index that is not
+            empty.
         TypeError: an index that lacks a method, or an argument of the wrong kind.
 
     Attributes:
-        events: every event that arrived, with its verdict, and how many of each kind there were (`events.counts`).
+        events: every arrived event, with its verdict, and their numbers by kind (`events.counts`).
         profile: the profile in force.
-        publisher: from worker to router: ids, sinks, the lock.
-        recording: the events and operations, and how the harness was made, for a replay.
-        inside: what is for the plugin, servers, subscribers and fleets.
-        by_hand: what `apply` publishes by; it has the next id of an event made by hand.
+        publisher: the stage between workers and router: ids, sinks, the lock.
+        recording: the events, the operations, and the settings of the harness, for a replay.
+        inside: the interface for the plugin, servers, subscribers and fleets.
+        by_hand: publishes the events of `apply`; it has the next id of an event made by hand.
     """
 
     def __init__(
@@ -128,12 +128,12 @@ class RouterHarness:
         self.events = EventLog(self.flush, allow=self._allow)
         self._seed = f"{self.profile.seed}:{name}"
         self._rng = Random(self._seed)  # noqa: S311 - mock data
-        # The comparison has a generator of its own, so that traffic is the same with and without an index under test.
+        # The comparison has a separate generator, so that traffic is the same with and without an index under test.
         comparing = Random(self._rng.getrandbits(64))  # noqa: S311 - as above
         journal = Journal() if journal is None else journal
         self.recording = Recording(self.events, journal, sync, clears)
         shared, read = _stores(stores), _roles(roles, self.profile.dp_size)
-        if read:  # workers are named by their rank where one role has several
+        if read:  # keys include the rank if a role has several
             self.profile = replace(self.profile, dp_size=max(role.ranks for role in read.values()))
         if read and isinstance(index, Mapping):
             index = _by_role(index, read, lambda worker_id: self._workers.role_of(worker_id))  # noqa: PLW0108 - made below
@@ -177,17 +177,17 @@ class RouterHarness:
 
     @property
     def backend(self) -> str | None:
-        """Name of the workers' backend; None while there is none."""
+        """Name of the workers' backend; None until one is set."""
         return None if self._workers.spec is None else self._workers.spec.name
 
     @property
     def index(self) -> Any:
-        """The index that answers: the one under test, or the reference."""
+        """The index that answers: the index under test, or else the reference."""
         return self._judge.reference if (under_test := self._judge.under_test) is None else under_test.index
 
     @property
     def workers(self) -> Mapping[WorkerKey, KvWorker]:
-        """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
+        """The workers by id, or by (id, dp_rank) if workers have several ranks."""
         return self._workers.by_key
 
     def worker(
@@ -197,26 +197,26 @@ class RouterHarness:
         dp_rank: int = 0,
         backend: BackendSpec | str | None = None,
     ) -> KvWorker:
-        """The worker of this id and rank; made now if there is none.
+        """Return the worker with this id and rank; make it if there is none.
 
         Args:
-            id: its id, from 0 to 2**64 - 1; None: one more worker, with the lowest id that is free.
+            id: its id, from 0 to 2**64 - 1; None: a new worker, with the lowest free id.
             dp_rank: its data-parallel rank.
-            backend: a backend of its own; the harness's if None.
+            backend: its backend; None: the harness's.
 
         Raises:
-            ValueError: an id out of range or of a sink, an unknown backend, another backend than the worker has, or
-                none at all.
+            ValueError: an id out of range or of a sink; or a backend that is unknown, differs from the worker's, or is
+                missing.
         """
         return self._workers.next_worker(backend) if id is None else self._workers.worker(id, dp_rank, backend)
 
     def store(self, name: str) -> Any:
-        """A store that workers share, as they have it; what is done to it publishes nothing by itself.
+        """Return a store that workers share. Changes to it publish nothing by themselves.
 
-        It is a `FileStore`, `MooncakeObjects`, `LmcacheServer` or `MooncakeMaster`, by its kind.
+        It is a `FileStore`, `MooncakeObjects`, `LmcacheServer` or `MooncakeMaster`, depending on its kind.
 
         Raises:
-            ValueError: there is none of this name, or no worker that has it.
+            ValueError: an unknown name, or a store that no worker uses yet.
         """
         made = self._workers.stores
         if name not in made:
@@ -226,10 +226,10 @@ class RouterHarness:
         return made[name]
 
     def role(self, worker_type: str) -> list[KvWorker]:
-        """The workers of a role of P/D pairs, in the order of their ids: "prefill", "decode" or "both".
+        """Return the workers of a role of P/D pairs ("prefill", "decode" or "both"), in the order of their ids.
 
         Raises:
-            ValueError: the harness has none of that role.
+            ValueError: the harness has no worker of that role.
         """
         if worker_type not in self._workers.by_role:
             raise ValueError(
@@ -246,16 +246,17 @@ class RouterHarness:
         args: MockEngineArgs | None = None,
         **engine: Any,
     ) -> MockEngine:
-        """The engine in virtual time of a worker; made now if it has none.
+        """Return the engine of a worker, in virtual time; make it if there is none.
 
         Args:
-            id: the worker's id; None: one more worker, with the lowest id that is free, and its engine.
+            id: the worker's id; None: a new worker, with the lowest free id.
             dp_rank: its data-parallel rank.
-            args: what it is; by default the harness's profile and `engine` fields.
-            **engine: fields of `MockEngineArgs`, laid over those of the harness.
+            args: the engine's arguments; by default from the harness's profile and `engine` fields.
+            **engine: fields of `MockEngineArgs` that override those of the harness.
 
         Raises:
-            ValueError: a field out of range, sizes that are not the worker's, or other arguments than it has.
+            ValueError: a field out of range, sizes that differ from the worker's, or arguments that differ from those
+                of the existing engine.
         """
         return self._workers.engine(id, dp_rank, args, engine)
 
@@ -272,14 +273,14 @@ class RouterHarness:
 
         Args:
             router: see `Fleet`; None: Dynamo's, seeded by the name of the harness.
-            workers: how many workers, those of ids from 0; None: those that exist, as with `roles` always.
-            backends: names of their backends, in turn: these are then workers of their own, with the next ids that are
-                free. None: the harness's.
-            engine: fields of `MockEngineArgs`, laid over those of the harness.
-            **options: of `Fleet`: `semantics`, `loads`, `concurrency`, `event_delay_ms` and others.
+            workers: number of workers, with ids from 0; None: the existing workers. With `roles` it must be None.
+            backends: names of backends, used in turn for new workers with the next free ids. None: the harness's
+                backend.
+            engine: fields of `MockEngineArgs` that override those of the harness.
+            **options: arguments of `Fleet`: `semantics`, `loads`, `concurrency`, `event_delay_ms` and others.
 
         Raises:
-            TypeError: the router or an argument is not of its type.
+            TypeError: the router or an argument has the wrong type.
             ValueError: an argument out of range, or workers that cannot serve together.
         """
         from pytest_kvmock.harness.routed import make_fleet  # imported on first use
@@ -306,23 +307,21 @@ class RouterHarness:
         """Make a sink for your own block manager to publish to; each sink is a worker.
 
         Args:
-            chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: that is detected from
-                what is published.
-            num_blocks: how many blocks each of its ranks has on the device (`over_capacity`); None: it is not judged.
-            tier_blocks: the same in the tiers below, by tier: `{"host_pinned": 256}`.
-            residency: "unique" where a block is published once while it is held; "counted" where every copy is.
+            chained: whether its hashes must be Dynamo's chain (`wrong_hash`); None: detected from its events.
+            num_blocks: number of blocks on the device, per rank (`over_capacity`); None: not judged.
+            tier_blocks: number of blocks in the tiers below, by tier: `{"host_pinned": 256}`.
+            residency: "unique" if a block is published once while it is held; "counted" if every copy is published.
             prefix_closed: whether a block is removed before its parent (`orphaned_child`); see `BackendSpec`.
-            worker_id: the worker it stands for; None: the first from 2**16 on that is free.
-            hash: by which of vLLM's hashes its blocks are named (`--prefix-caching-hash-algo`): they are judged by that
-                chain (`wrong_hash`), and not by Dynamo's.
-            seed: of the hash, as PYTHONHASHSEED; None: that of vLLM 0.33, which `xxhash` has not.
-            restores: it may store a block that it holds again, and remove it at once, though it
-                keeps it, as Dynamo's `multi_lru`: what
-                `compare` finds of that is no `engine_drift` of its own, and listed under the warning.
+            worker_id: the worker that it stands for; None: the first free id from 2**16.
+            hash: the hash of vLLM that names its blocks (`--prefix-caching-hash-algo`). Its hashes are then judged by
+                vLLM's chain (`wrong_hash`), not by Dynamo's.
+            seed: seed of the hash, as PYTHONHASHSEED; None: that of vLLM 0.33 (`xxhash` has none).
+            restores: whether it may store a held block again and then publish a Removed of it although it keeps the
+                block, as Dynamo's `multi_lru` does. Differences that `compare` finds then are listed under the warning,
+                not reported as a separate `engine_drift`.
 
         Raises:
-            ValueError: a capacity below 1, an unknown tier, another residency, the id of another worker or sink, or an
-                unknown hash.
+            ValueError: a capacity below 1, an unknown tier, residency or hash, or the id of another worker or sink.
         """
         return self._workers.make_sink(
             chained=chained,
@@ -336,13 +335,14 @@ class RouterHarness:
         )
 
     def add_sink(self, sink: GivenSink, *, before: bool = False, worker_id: int | None = None) -> None:
-        """Publish each event to one more sink.
+        """Add a sink that gets each event.
 
         Args:
-            sink: of any shape of `sinks.GivenSink`; one that raises and whose `closed` is True gets no more.
-            before: publish to it before the router; an exception of it then keeps the event from the router, as that of
-                the first of Dynamo's publishers does.
-            worker_id: the worker whose events it gets; None for all.
+            sink: a sink of any shape of `sinks.GivenSink`. A sink that raises and whose `closed` is True gets no more
+                events.
+            before: whether it gets events before the router. Its exception then keeps the event from the router, like
+                an exception of the first of Dynamo's publishers.
+            worker_id: the worker whose events it gets; None: all workers.
         """
         self.publisher.add_sink(sink, before=before, worker_id=worker_id)
 
@@ -350,13 +350,13 @@ class RouterHarness:
         """Make a prompt of fresh tokens.
 
         Args:
-            blocks: how many whole blocks of fresh tokens.
-            after: what it begins with: tokens that it shares with another prompt, and what that one carries.
-            tail: further tokens, less than a block.
-            **keys: what it carries, as `Prompt` takes it: `lora_name`, `cache_salt`, `multimodal`, `session_id`.
+            blocks: number of full blocks of fresh tokens.
+            after: the prompt or tokens that it begins with; it also takes over what that prompt carries.
+            tail: number of further tokens, less than a block.
+            **keys: what it carries, as for `Prompt`: `lora_name`, `cache_salt`, `multimodal`, `session_id`.
 
         Raises:
-            ValueError: `after` has no tokens, a size is out of range, or a key is not what it must be.
+            ValueError: `after` has no tokens, a size is out of range, or a key has an invalid value.
         """
         size = self.profile.block_size
         if blocks < 0 or not 0 <= tail < size:
@@ -375,24 +375,24 @@ class RouterHarness:
         """Publish events made by hand to the router.
 
         Args:
-            events: one or more: Stored, Removed, Located, Updated or Cleared, which get their worker's next id,
-                KvCacheEvent, RouterEvent.
-            worker_id: the worker of events that name none.
-            dp_rank: and its rank.
+            events: one or more of Stored, Removed, Located, Updated or Cleared, which get their worker's next id, or of
+                KvCacheEvent or RouterEvent.
+            worker_id: the worker of events that name no worker.
+            dp_rank: that worker's rank.
 
         Raises:
             TypeError: something else. The events before it were published.
-            ValueError: events of a sink, which publishes them itself. The events before were published.
+            ValueError: an event of a sink's worker; publish it through the sink. The events before it were published.
         """
         self.by_hand.publish(events, worker_id, dp_rank)
 
     @contextmanager
     def burst(self) -> Iterator[None]:
-        """Within the context, give the index under test events without a flush or look-up in between.
+        """Within the context, give the index under test events without a flush or lookup in between.
 
-        After it, after 10,000 events, and at each lookup or check, the index is flushed once and compared for the
-        chains that the events changed (sync="end": at the end). So a queue that overflows shows; an async index waits
-        for `aflush` anyway.
+        After the context, after 10,000 events, and at each lookup or check, the index is flushed once and compared for
+        the chains that the events changed (sync="end": at the end). This reveals a queue that overflows. An async index
+        waits for `aflush` in any case.
         """
         self.recording.bursts = True
         try:
@@ -420,17 +420,17 @@ class RouterHarness:
         return fault
 
     def remove_worker(self, id: WorkerKey) -> None:  # noqa: A002 - upstream's word
-        """Remove a worker from the router, all ranks or one of them; it may come back with any event id.
+        """Remove a worker, or one of its ranks, from the router; it may come back with any event id.
 
-        The worker itself still exists, without what was in tiers below its device or on the way; `worker(id)` makes a
-        new one.
+        The worker object still exists, but its tiers below the device are emptied and its transfers cancelled.
+        `worker(id)` makes a new worker.
 
         Args:
-            id: its id, for all its ranks; or (id, dp_rank), for that rank alone.
+            id: its id, for all its ranks; or (id, dp_rank), for one rank.
 
         Raises:
-            ValueError: it is neither; or the index under test has no `remove_worker(worker_id)`, or for one rank of
-                several no `remove_worker_dp_rank(worker_id, dp_rank)`. Nothing has changed.
+            ValueError: an invalid id; or the index under test has no `remove_worker(worker_id)`, or, for one of several
+                ranks, no `remove_worker_dp_rank(worker_id, dp_rank)`. Nothing has changed.
         """
         worker_id, dp_rank = check_worker_key(id)
         with self.publisher.lock:
@@ -442,9 +442,9 @@ class RouterHarness:
     # ------------------------------------------------------------------------------------------ comparisons
 
     def flush(self) -> None:
-        """Compare all that can be compared now: ids with what was published, the stream with the engines.
+        """Compare all that can be compared now: arrived ids with published ids, and the streams with the engines.
 
-        An async index is flushed by `aflush`, in the test's own loop.
+        An async index is flushed by `aflush`, in the test's own event loop.
         """
         with self.publisher.lock:
             self._workers.release_events()
@@ -484,15 +484,15 @@ class RouterHarness:
 
         Args:
             prompt: the prompt.
-            tier: which tier. Of one below the device, the blocks by which it extends what the faster tiers have. None:
-                the answers of all tiers, by tier; those of which no worker has any are absent.
-            owner: in place of a tier, a store that workers share: the blocks by which it extends what each of its
-                workers has.
+            tier: the tier. Below the device, the answer is the number of blocks by which the tier extends the match of
+                the faster tiers. None: the answers of all tiers, by tier; tiers without any match are absent.
+            owner: instead of a tier, a store that workers share; the answer is the number of blocks by which it extends
+                the match of each of its workers.
 
         Raises:
             TypeError: the index is async: `await kv_harness.aoverlap(prompt)`.
-            ValueError: an unknown tier or store; the index takes tokens, and the prompt has none; or it has no
-                `find_tiered`.
+            ValueError: an unknown tier or store; or the index takes tokens, and the prompt has none; or the index does
+                not answer by tier.
         """
         __tracebackhide__ = True
         if owner is not None:
@@ -516,7 +516,7 @@ class RouterHarness:
         *,
         owner: str | None = None,
     ) -> Overlap | dict[StorageTier, Overlap]:
-        """Ask an async index as `overlap` does, as far as it was flushed."""
+        """Ask an async index as `overlap` does; the answer covers the events up to the last `aflush`."""
         __tracebackhide__ = True
         if owner is not None:
             return await self._lookups.arun("aoverlap", self._lookups.of_owner(prompt, owner))
@@ -526,12 +526,12 @@ class RouterHarness:
 
     def reusable(self, prompt: Prompt | TokenIds, tier: StorageTier | str = StorageTier.DEVICE) -> dict[WorkerKey, int]:
         """Return how many tokens of a prompt each engine would reuse, at most those of `overlap`; workers without any
-        are left out. Changes nothing.
+        are left out. The call changes nothing.
 
         Args:
-            prompt: which.
-            tier: where: "device"; or a tier below it, of which those count by which it extends what the device has; or
-                "storage", what would be fetched from the storage behind the host, which no event says.
+            prompt: the prompt.
+            tier: "device"; or a tier below it, for the tokens by which it extends the device's match; or "storage", for
+                the tokens that would be fetched from the storage behind the host, which no event reports.
 
         Raises:
             ValueError: a worker cannot name the blocks of the prompt; or an unknown tier.
@@ -544,16 +544,16 @@ class RouterHarness:
         """Flush, and raise if there was any error that the test did not expect.
 
         Raises:
-            EventRulesBroken: with the report.
+            EventRulesBroken: there was an unexpected error; the message is the report.
         """
         __tracebackhide__ = True
         self.events.assert_no_event_errors()
 
     def assert_in_sync(self) -> None:
-        """Flush, and raise if stream and engines, or index and reference, differ now, for whatever reason.
+        """Flush, and raise if streams and engines, or index and reference, differ now, for any reason.
 
         Raises:
-            EventRulesBroken: with the report.
+            EventRulesBroken: they differ; the message is the report.
             TypeError: the index is async: `await kv_harness.aassert_in_sync()`.
         """
         __tracebackhide__ = True
@@ -562,7 +562,7 @@ class RouterHarness:
             self._raise_if_any(self._judge.compare())
 
     async def aassert_in_sync(self) -> None:
-        """Flush an async index, and do what `assert_in_sync` does."""
+        """Flush an async index, and check it as `assert_in_sync` does."""
         __tracebackhide__ = True
         self._lookups.need_async("aassert_in_sync")
         self._raise_if_any(await self._judge.acompare())
@@ -577,7 +577,7 @@ class RouterHarness:
     # ---------------------------------------------------------------------------------------------- judging
 
     def judge(self) -> Verdict:
-        """Flush, compare everything, and return what is new since the last verdict."""
+        """Flush, compare everything, and return the problems since the last verdict."""
         with self.publisher.lock:
             self._verdicts.not_flushed(self._judge.take_waiting())
             self._judge.compare()
@@ -595,7 +595,7 @@ class RouterHarness:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        __tracebackhide__ = True  # a test's failure shows the test
+        __tracebackhide__ = True  # so that the traceback of a failure shows the test
         verdict = self.judge()
         errors = [problem for problem in verdict.errors if problem.rule not in self._allow]
         if kind is None and (errors or verdict.unmet):
@@ -603,7 +603,7 @@ class RouterHarness:
 
 
 def _roles(given: Mapping[str, Any] | None, dp_size: int) -> Mapping[str, Any]:
-    """The roles of a harness, read by those that have some."""
+    """Return the roles of a harness; the module that reads them is imported only if there are any."""
     if given is None:
         return {}
     from pytest_kvmock.harness.roles import read_roles
@@ -612,7 +612,7 @@ def _roles(given: Mapping[str, Any] | None, dp_size: int) -> Mapping[str, Any]:
 
 
 def _by_role(index: Mapping[str, Any], roles: Mapping[str, Any], role_of: Callable[[int], Any]) -> Any:
-    """One index of each role, as one."""
+    """Return one index that combines the index of each role."""
     from pytest_kvmock.fleets.pairs.role_router import RoleIndexes, check_roles
 
     found = check_roles("index", index)
@@ -622,7 +622,7 @@ def _by_role(index: Mapping[str, Any], roles: Mapping[str, Any], role_of: Callab
 
 
 def _stores(given: Mapping[str, Any] | None) -> Mapping[str, StoreSpec]:
-    """The stores of a harness, read by those that have some."""
+    """Return the stores of a harness; the module that reads them is imported only if there are any."""
     if given is None:
         return {}
     from pytest_kvmock.values.shared_stores import read_stores

@@ -1,4 +1,4 @@
-"""The oracle of survival: what an index under test should answer in spite of the faults that its router survives."""
+"""The survival oracle: what an index under test should answer in spite of the faults that its router survives."""
 
 from __future__ import annotations
 
@@ -17,25 +17,24 @@ from pytest_kvmock.values.events import Removed, RouterEvent, Stored, StreamKey
 
 
 class SurvivalOracle:
-    """A reference index of what was published, with its history; what has arrived until now counts as published.
+    """A reference index of published events, with their history; events that arrived before count as published.
 
     A survived fault *affects* the streams that it changes, until the answers of the index are right for the blocks of
-    the event that it changed; answers for an affected stream are not compared after each event. At a flush they must be
-    right, as far as a router can detect: a lost event shows when a later one of its worker and rank arrives, so those
-    that were lost last are not expected, nor those after one that is held back.
+    the changed event. Answers for an affected stream are not compared after each event. At a flush they must be right,
+    as far as a router can detect a loss: a lost event becomes visible when a later event of its worker and rank
+    arrives. So the most recently lost events are not expected yet, nor the events after a delayed one.
 
     A stream that another fault changes is *exempt*: any answer for it is accepted.
 
     Args:
-        ledger: of what is published; it observes each event before the oracle is given it.
-        reference: the reference index of what has arrived until now.
+        ledger: the ledger of published events; it takes each event before the oracle does.
+        reference: the reference index of the events that arrived so far.
 
     Attributes:
         ledger: has the history that the chains to look up come from.
-        reference: what a router should answer.
-        exempt: the streams that other faults have changed.
-        affected: the streams that survived faults have changed, each with the stream and block of the chains to look
-            up.
+        reference: has the answers that a router should give.
+        exempt: the streams that other faults changed.
+        affected: the streams that survived faults changed, each with the stream and block of the chains to look up.
     """
 
     def __init__(self, ledger: Ledger, reference: RadixIndex) -> None:
@@ -46,7 +45,7 @@ class SurvivalOracle:
         self._before = deepcopy(reference)  # the state before the history
         self._history: list[tuple[StreamKey, RouterEvent | None]] = []  # None: the worker and rank starts over
         self._injections: dict[StreamKey, Injections] = {}
-        self._lost: dict[StreamKey, list[int]] = {}  # places in the history of losses that do not show yet
+        self._lost: dict[StreamKey, list[int]] = {}  # places in the history of losses that are not visible yet
         self._held: dict[StreamKey, dict[Injection, int]] = {}
 
     def published(self, event: RouterEvent) -> int:
@@ -58,7 +57,7 @@ class SurvivalOracle:
         return len(self._history) - 1
 
     def begin_anew(self, key: StreamKey, *, announced: bool) -> None:
-        """Start over with a worker and rank; where that is announced, earlier faults no longer count."""
+        """Start over with a worker and rank; if the restart is announced, earlier faults no longer count."""
         self._history.append((key, None))
         self.reference.remove_worker_dp_rank(*key)
         if announced:
@@ -67,12 +66,12 @@ class SurvivalOracle:
                 of_streams.pop(key, None)
 
     def injected(self, injection: Injection, event: RouterEvent | None, emptied: Collection[int]) -> None:
-        """Record a fault in what was published last.
+        """Record an injection into the last published event.
 
         Args:
-            injection: what it did.
-            event: the event that it changed, as published; None where it changed a worker.
-            emptied: the blocks that were held until it emptied the cache.
+            injection: the injection.
+            event: the event that it changed, as published; None if it changed a worker.
+            emptied: the blocks that were held before it emptied the cache.
         """
         if not injection.survived:
             self.exempt |= injection.keys
@@ -93,21 +92,21 @@ class SurvivalOracle:
         place = len(self._history) - 1
         if injection.late:
             self._held.setdefault(own, {})[injection] = place
-        elif injection.missing or injection.event_id is None:  # a restart does not show before the next event
+        elif injection.missing or injection.event_id is None:  # a restart is not visible before the next event
             self._lost.setdefault(own, []).append(place)
 
     def touched(self, key: StreamKey, event: RouterEvent) -> None:
-        """Record an event of an affected stream that arrives; whether the index applied it shows by its blocks."""
+        """Record an arriving event of an affected stream; its blocks are looked up to see if the index applied it."""
         data = event.event.data
         if isinstance(data, Stored | Removed):
             self.affected[key].update((key, block) for block in data.block_hashes)
 
     def received(self, key: StreamKey, published: Published | None) -> None:
-        """Record an event of this worker and rank that arrives: what was lost before it shows.
+        """Record an arriving event of this worker and rank: losses before it become visible.
 
         Args:
             key: worker and rank.
-            published: the event as it was published; None: it was not published.
+            published: the event as published; None if it was not published.
         """
         lost = self._lost.get(key)
         if lost:
@@ -115,27 +114,27 @@ class SurvivalOracle:
             self._lost[key] = [each for each in lost if each > place]
 
     def released(self, injection: Injection, emptied: Collection[int]) -> None:
-        """Record that the event which this fault held back arrives; see `injected`."""
+        """Record the arrival of the event that this fault delayed; see `injected`."""
         self._held.get((injection.worker_id, injection.dp_rank), {}).pop(injection, None)
         for key in injection.keys if injection.survived else ():
             self._injections.setdefault(key, Injections()).recover_from(injection, emptied)
 
     def recovered(self, key: StreamKey, ids: range) -> None:
-        """Record that the index has asked a worker and rank for these event ids: nothing is missing any more."""
+        """Record that the index asked a worker and rank for these event ids: no event is missing any more."""
         self._lost.pop(key, None)
         self._held.pop(key, None)
         if key in self._injections:
             self._injections[key].recover_ids(key, ids)
 
     def injection_of(self, key: StreamKey, blocks: Sequence[int]) -> Injection | None:
-        """The survived fault that a problem of the index is a result of, by the rule of `Injections`.
+        """Return the survived fault that caused a problem of the index, by the rule of `Injections`.
 
         Args:
-            key: the worker and rank that it is about.
+            key: the worker and rank of the problem.
             blocks: the blocks that the problem names.
 
         Returns:
-            None where no fault touched them, and the index has recovered from all.
+            The injection; None if no fault touched the blocks and the index has recovered from all faults.
         """
         injections = self._injections.get(key)
         if injections is None:
@@ -144,12 +143,12 @@ class SurvivalOracle:
         return naming if naming is not None or key not in self.affected else injections.first()
 
     def _ancestors(self, key: StreamKey, block: int) -> list[int]:
-        """The chain of a block, as published; of a block of another stream, as that one published it."""
+        """Return the chain of a block, as published; a block of another stream, as that stream published it."""
         streams = (self.ledger.streams.get(key), *self.ledger.streams.values())
         return next((stream.chain(block) for stream in streams if stream is not None and stream.was_stored(block)), [])
 
     def mark_recovered(self, key: StreamKey) -> None:
-        """Mark a stream as recovered: the index is right about it again, unless a loss does not show yet."""
+        """Mark a stream as recovered, because the index is right about it, unless a loss is not visible yet."""
         if not self._lost.get(key) and not self._held.get(key):
             self.affected.pop(key, None)
             if key in self._injections:
@@ -158,13 +157,13 @@ class SurvivalOracle:
     def expected(
         self, answer: Scores | WorkerScores, local_hashes: tuple[int, ...], ignored: Collection[StreamKey] | None
     ) -> Scores:
-        """The answer that is expected of the index.
+        """Return the answer that is expected of the index.
 
         Args:
             answer: the answer that it returned.
             local_hashes: the chain that was looked up.
-            ignored: streams for which any answer is accepted; None: for an affected one, an answer may be behind by the
-                losses that do not show yet.
+            ignored: streams for which any answer is accepted; None: the answer for an affected stream may lack events
+                whose loss is not visible yet.
         """
         expected = self.reference.find_matches(local_hashes).scores
         if agree(answer, expected):
@@ -190,17 +189,17 @@ class SurvivalOracle:
         return out
 
     def unjudged_below(self, ignored: Collection[StreamKey] | None) -> set[StreamKey]:
-        """The streams for which any answer is accepted below the device; see `expected`."""
+        """Return the streams for which any answer is accepted below the device; see `expected`."""
         free = {*self.exempt, *(ignored or ())}
         return free | self._behind(free) if ignored is None else free
 
     def _behind(self, free: set[StreamKey]) -> set[StreamKey]:
-        """The affected streams, but for those that are `free`, in which an index may not have noticed a loss yet."""
+        """Return the affected streams, except those in `free`, with a loss that an index cannot detect yet."""
         return {key for key in self.affected.keys() - free if self._lost.get(key) or self._held.get(key)}
 
     def _knowable(self, local_hashes: tuple[int, ...]) -> list[Scores]:
-        """The right answers since the first loss that does not show yet; an index that asked the worker may be
-        ahead.
+        """Return all answers that were right since the first loss that is not visible yet; an index that asked the
+        worker may be ahead of the others.
         """
         first: dict[StreamKey, int] = {}
         for key in {*self._lost, *self._held}:

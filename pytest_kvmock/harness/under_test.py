@@ -1,9 +1,9 @@
 """The index under test: its calls, and its answers in one shape.
 
-The code that calls it is written once, for sync and async indexes: generators yield the calls to make, and are sent the
+The code that calls it is written once for sync and async indexes: generators yield the calls to make, and are sent the
 results. `run` makes the calls, `arun` awaits them.
 
-One subject: a call of the user's index, and what its answer means.
+One subject: a call of the user's index, and the meaning of its answer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Scores: TypeAlias = dict[tuple[int, int], int]
 """Matched blocks by (worker_id, dp_rank); ranks without any are absent."""
 
 WorkerScores: TypeAlias = dict[int, int]
-"""Matched blocks by worker alone: the most over its ranks."""
+"""Matched blocks by worker: the maximum over its ranks."""
 
 TierScores: TypeAlias = dict[StorageTier, Scores | WorkerScores]
 """Matched blocks by tier; tiers without any are absent."""
@@ -40,14 +40,14 @@ Call: TypeAlias = tuple[Callable[[Any], Any], Any]
 
 _T = TypeVar("_T")
 Calls: TypeAlias = Generator[Call, Any, _T]
-"""Yields calls of the index under test, one by one, and returns what comes of them."""
+"""Yields calls of the index under test, one by one, and returns their combined result."""
 
 Findings: TypeAlias = Calls[list[Problem]]
 """Calls that return the problems found."""
 
 
 def run(calls: Calls[_T]) -> _T:
-    """Make the calls that a generator yields; return what it returns."""
+    """Make the calls that a generator yields; return the generator's result."""
     __tracebackhide__ = True
     try:
         function, argument = next(calls)
@@ -63,7 +63,7 @@ def run(calls: Calls[_T]) -> _T:
 
 
 async def arun(calls: Calls[_T]) -> _T:
-    """Do what `run` does, and await what is awaitable."""
+    """Make the calls that a generator yields, and await awaitable results; see `run`."""
     __tracebackhide__ = True
     try:
         function, argument = next(calls)
@@ -81,8 +81,8 @@ async def arun(calls: Calls[_T]) -> _T:
 
 
 def raised_at(error: Exception) -> str:
-    """Where a call has raised, for a message: the last line of the user's own."""
-    frames = traceback.walk_tb(error.__traceback__)  # without the lines of source, which cost more than the rest
+    """Return where a call raised, for a message: the last line of the user's code."""
+    frames = traceback.walk_tb(error.__traceback__)  # reads no source lines, which would cost more than the rest
     own = [(frame.f_code, line) for frame, line in frames if frame.f_code.co_filename not in _CALLERS]
     if not own:
         return ""
@@ -98,32 +98,32 @@ _BY_TIER: Final = (
 )
 
 _CALLERS: Final = (__file__, str(Path(__file__).with_name("index_comparison.py")))
-"""Whose frames are not the user's."""
+"""Files whose frames are not the user's code."""
 
 
 class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is
-    """Raised where the index under test returned no mapping of workers to numbers of blocks."""
+    """Raised if the index under test did not return a mapping of workers to numbers of blocks."""
 
 
 _OF_HASHES: Final = {"match_tokens": "find_matches", "match_tiered": "find_tiered"}
-"""The methods that take tokens, each with the one that takes local hashes in its place."""
+"""The methods that take tokens, each with the method that takes local hashes instead."""
 
 _TIERED: Final = ("find_tiered", "match_tiered")
-"""The methods that answer tier by tier; one that takes hashes comes first, as everywhere."""
+"""The methods that answer tier by tier; a method that takes hashes is preferred, as everywhere."""
 
 
 class IndexMethod:
-    """A method by which an index is asked.
+    """A lookup method of an index.
 
     Args:
         index: the user's object.
-        name: of the method.
+        name: the name of the method.
 
     Attributes:
-        name: as above.
+        name: the name of the method.
         call: the method.
         by_tier: whether it answers tier by tier.
-        takes_tokens: whether it takes tokens, and not local hashes.
+        takes_tokens: whether it takes tokens; False: local hashes.
     """
 
     def __init__(self, index: object, name: str) -> None:
@@ -136,23 +136,22 @@ class IndexMethod:
 
     @classmethod
     def first(cls, index: object, names: Iterable[str]) -> Self | None:
-        """The first of these methods that an index has; None where it has none."""
+        """Return the first of these methods that an index has; None if it has none of them."""
         return next((cls(index, name) for name in names if callable(getattr(index, name, None))), None)
 
     @property
     def takes_extra(self) -> bool:
-        """Whether it can be asked for prompts that carry more than tokens: by tokens, it has a parameter `extra`."""
+        """Whether it supports prompts that carry more than tokens: it takes hashes, or has a parameter `extra`."""
         return not self.takes_tokens or self._extra_kind is not None
 
     def asking(self, extra: EventExtra | None) -> Callable[[Any], Any]:
-        """The function that asks for a prompt, by what it carries in addition to its tokens; local hashes have that
-        in them.
+        """Return the function that looks up a prompt that carries `extra`; local hashes already cover it.
 
-        One that has a parameter `extra` is given it always: None for a prompt of tokens alone. A request has the name
-        of its adapter alone: the number that one engine has for it is in events, and in no question.
+        A method with a parameter `extra` always gets it: None for a prompt of only tokens. A request only has the name
+        of its adapter; an engine's number for the adapter appears in events, but in no lookup.
 
         Raises:
-            ValueError: it takes tokens alone, and blocks of the prompt are named by more.
+            ValueError: the method takes only tokens, but the block names of the prompt also cover other data.
         """
         __tracebackhide__ = True
         ask = self.call
@@ -174,15 +173,15 @@ class IndexMethod:
     def question(
         self, hashes: Sequence[int], tokens: Sequence[int] | None, *, of_events: bool = False
     ) -> Sequence[int]:
-        """The argument of a look-up: the local hashes, or the tokens.
+        """Return the argument of a lookup: the local hashes, or the tokens.
 
         Args:
             hashes: the local hashes.
-            tokens: the tokens; None where they are not known.
-            of_events: the blocks are known by events, and not by a prompt.
+            tokens: the tokens; None if unknown.
+            of_events: whether the blocks come from events; False: from a prompt.
 
         Raises:
-            ValueError: it takes tokens, and there are none.
+            ValueError: the method takes tokens, and there are none.
         """
         __tracebackhide__ = True
         if not self.takes_tokens:
@@ -205,12 +204,12 @@ class IndexMethod:
 
 
 def _asked_by(index: object) -> IndexMethod | None:
-    """The method by which an index is asked for what the device has; None where it has none."""
+    """Return the method that looks up blocks on the device; None if the index has none."""
     return IndexMethod.first(index, ("find_matches", "match_tokens", *_TIERED))
 
 
 def asked_by_tokens(index: object) -> bool:
-    """Whether an index is asked by tokens, and not by local hashes."""
+    """Whether an index is queried by tokens, not by local hashes."""
     asked = _asked_by(index)
     return asked is not None and asked.takes_tokens
 
@@ -218,32 +217,33 @@ def asked_by_tokens(index: object) -> bool:
 class IndexUnderTest:
     """Wraps a user's index in one interface.
 
-    The index has `apply(event)`, which takes a `RouterEvent`, and one of `find_matches(local_hashes)`,
-    `match_tokens(tokens)` (or `match_tokens(tokens, extra)`, by which prompts are asked for that carry more than
-    tokens), `find_tiered(local_hashes)` and `match_tiered(tokens, extra)`; `flush`, `dump_events`, `remove_worker` and
-    `remove_worker_dp_rank` are used where it has them. Where it has `find_tiered` or `match_tiered` it answers tier
-    by tier; else it is asked for the device alone. What has a method for hashes and one for tokens is asked by
-    hashes. Any of them may be a coroutine function; then the test awaits it (`aflush`, `aoverlap`).
+    The index has `apply(event)`, which takes a `RouterEvent`, and at least one of `find_matches(local_hashes)`,
+    `match_tokens(tokens)` (or `match_tokens(tokens, extra)`, for prompts that carry more than tokens),
+    `find_tiered(local_hashes)` and `match_tiered(tokens, extra)`. `flush`, `dump_events`, `remove_worker` and
+    `remove_worker_dp_rank` are optional. With `find_tiered` or `match_tiered` the index answers tier by tier, otherwise
+    only for the device. If it has methods for hashes and for tokens, it is queried by hashes. Any method may be a
+    coroutine function; then the test awaits it (`aflush`, `aoverlap`).
 
-    Where it has an attribute `takes_updates` that is True it is given Updated too, and its answer by tier must keep
-    apart the levels that these name; else it is compared with what its events say without them, as all known readers
+    If the index has an attribute `takes_updates` that is True, it is also given Updated events, and its answer by tier
+    must tell their levels apart. Otherwise its answers are compared as if there were no Updated, as all known readers
     ignore them.
 
     Args:
         index: the user's object.
-        bounded: how many blocks it keeps at least, if it forgets what is stored beyond that; None: it forgets nothing.
+        bounded: minimum number of blocks that it keeps, if it may drop blocks beyond that; None: it drops nothing.
 
     Attributes:
-        plain: the method by which it is asked for what the device has.
-        tiered: that by which it is asked tier by tier; None: it does not answer tier by tier.
-        by_tokens: that of the two which takes tokens; None: neither does.
-        answers_reusable: whether it answers exactly what the engine of a hybrid model would reuse, or of an image at
-            another place in its block, by its attribute `answers`: "reusable". By default, "held", any answer is right
-            from that up to what the attention group holds, or what there is without the place.
+        plain: the method that looks up blocks on the device.
+        tiered: the method that answers tier by tier; None if there is none.
+        by_tokens: the one of these two methods that takes tokens; None if neither does.
+        answers_reusable: whether its attribute `answers` is "reusable": it answers exactly what the engine of a hybrid
+            model would reuse, also for an image at another place in its block. By default ("held") any answer is
+            correct from that number up to the blocks that the attention group holds, or that match if the image's place
+            is ignored.
 
     Raises:
-        TypeError: it lacks a method.
-        ValueError: it is not empty, by its `dump_events`; or its `answers` is something else.
+        TypeError: the index lacks a method.
+        ValueError: the index is not empty, according to its `dump_events`; or its `answers` is an unknown text.
     """
 
     def __init__(self, index: Any, *, bounded: int | None = None) -> None:
@@ -266,7 +266,7 @@ class IndexUnderTest:
         if isinstance(answers, str) and answers not in (
             "held",
             "reusable",
-        ):  # what else has the name is the index's own
+        ):  # an attribute of another type is the index's own
             raise ValueError(
                 f"the index under test ({name}): answers must be 'held' or 'reusable', got {answers!r:.80}"
             )
@@ -297,16 +297,16 @@ class IndexUnderTest:
 
     @classmethod
     def of(cls, index: Any) -> Self:
-        """Wrap an index that is not wrapped yet; one that is has been checked."""
+        """Wrap an index; return an `IndexUnderTest` unchanged, as it was checked already."""
         return index if isinstance(index, cls) else cls(index)
 
     @property
     def may_forget(self) -> bool:
-        """Whether more blocks were stored by now than it keeps, so that it may find fewer than are held."""
+        """Whether more blocks were stored than the index keeps, so that it may find fewer than are held."""
         return self._bounded is not None and self._stored > self._bounded
 
     def _apply_counted(self, apply: Callable[[RouterEvent], Any], event: RouterEvent) -> Any:
-        """Apply an event to a bounded index, and count the blocks that it stores, in any tier and however often."""
+        """Apply an event to a bounded index, and count the stored blocks, in every tier and including repetitions."""
         if isinstance(event.event.data, Stored):
             self._stored += len(event.event.data.block_hashes)
         return apply(event)
@@ -316,15 +316,15 @@ class IndexUnderTest:
         return method if callable(method) else None
 
     def removal_calls(self, worker_id: int, ranks: Iterable[int], *, whole: bool) -> list[Call]:
-        """The calls that remove some ranks of a worker from the index.
+        """Return the calls that remove some ranks of a worker from the index.
 
         Args:
-            worker_id: which worker.
-            ranks: which of its ranks.
-            whole: they are all that it has.
+            worker_id: the worker.
+            ranks: the ranks to remove.
+            whole: whether they are all ranks of the worker.
 
         Raises:
-            ValueError: the index has no method for it.
+            ValueError: the index has no method for this.
         """
         remove, remove_rank = self.remove_worker, self.remove_rank
         if whole and remove is not None:
@@ -343,21 +343,22 @@ class IndexUnderTest:
         by_tier: bool,
         streams: Mapping[StreamKey, Stream] | None = None,
     ) -> Calls[TierScores]:
-        """Look up a prompt; a sync index is flushed before, an async one is asked as far as it was flushed.
+        """Look up a prompt. A sync index is flushed first; an async index answers as of its last flush.
 
-        Where names of blocks look ahead, it is asked once for each number of tokens that they look at, and of each
-        answer those workers count whose names do. One that hashes tokens itself is asked once.
+        If names of blocks look ahead, the index is asked once for each number of next tokens, and each answer counts
+        for the workers whose names cover that number. An index that hashes tokens itself is asked once.
 
         Args:
             prompt: the prompt.
-            block_size: tokens a block.
+            block_size: tokens per block.
             extra: what it carries in addition to its tokens, in the form of the engines' events; None for nothing.
-            by_tier: ask for all tiers, and not for the device alone.
-            streams: those of the workers; None: no names look ahead.
+            by_tier: whether to ask for all tiers; False: only for the device.
+            streams: the streams of the workers; None: no names look ahead.
 
         Raises:
-            ValueError: it takes tokens, and the prompt has none; or it is asked for tiers, and has no answer by tier.
-            UnreadableAnswer: the answer is no mapping of workers to blocks, or of tiers to such.
+            ValueError: the index takes tokens and the prompt has none; or tiers are requested and the index does not
+                answer by tier.
+            UnreadableAnswer: the answer is no mapping of workers to blocks, or of tiers to such mappings.
         """
         __tracebackhide__ = True
         asked = self._telling_tiers() if by_tier else self.plain
@@ -388,7 +389,7 @@ class IndexUnderTest:
         return self.tiered
 
     def want_of_tokens(self, event: RouterEvent, block_size: int | None) -> str:
-        """What an event lacks for an index that takes tokens, to end a message; "" where it lacks nothing."""
+        """Return the end of a message: what an event lacks for an index that takes tokens; "" if it lacks nothing."""
         data = event.event.data
         if self.by_tokens is None or not isinstance(data, Stored):
             return ""
@@ -397,10 +398,10 @@ class IndexUnderTest:
         return f"; the event had no token_ids for each block: {_WITH_TOKENS}"
 
     def read_tiered(self, answer: Any) -> TierScores:
-        """Read an answer by tier into one shape: what has no blocks is dropped.
+        """Read an answer by tier into one shape, without zeros and empty tiers.
 
         Raises:
-            UnreadableAnswer: it is no mapping of tiers to mappings of workers to numbers of blocks.
+            UnreadableAnswer: not a mapping of tiers to mappings of workers to numbers of blocks.
         """
         asked = self._telling_tiers().name
         if not isinstance(answer, Mapping):
@@ -419,25 +420,25 @@ class IndexUnderTest:
         return out
 
     def read(self, answer: Any) -> Scores | WorkerScores:
-        """Read an answer, of the device, into one shape: zeros are dropped, keys keep their form.
+        """Read an answer for the device into one shape: zeros are dropped, keys keep their form.
 
         Raises:
-            UnreadableAnswer: it is no mapping of workers to numbers of blocks.
+            UnreadableAnswer: not a mapping of workers to numbers of blocks.
         """
         if self.plain.by_tier:
             return self.read_tiered(answer).get(StorageTier.DEVICE, {})
         return self._read_scores(answer, self.plain.name)
 
     def _read_scores(self, answer: Any, asked: str, where: str = "") -> Scores | WorkerScores:
-        """Read what a method has returned of one tier.
+        """Read what a method returned for one tier.
 
         Args:
-            answer: what it has.
-            asked: the method.
+            answer: the returned value.
+            asked: the name of the method.
             where: the tier, for a message.
 
         Raises:
-            UnreadableAnswer: it is no mapping of workers to numbers of blocks.
+            UnreadableAnswer: not a mapping of workers to numbers of blocks.
         """
         scores = getattr(answer, "scores", answer)
         if not isinstance(scores, Mapping):
@@ -462,11 +463,11 @@ class IndexUnderTest:
 
 
 def forms_of(streams: Mapping[StreamKey, Stream], prompt: Prompt | None = None) -> tuple[int, ...]:
-    """How many of the next tokens the names of blocks look at, for each number that a worker has, the least first.
+    """Return the different numbers of next tokens that the workers' block names cover, the smallest first.
 
     Args:
-        streams: those of the workers.
-        prompt: for which prompt; of one of hashes there is one, as its hashes are what they are.
+        streams: the streams of the workers.
+        prompt: the prompt to look up; for a hash-only prompt there is one form, as its hashes are fixed.
     """
     if prompt is not None and not prompt.has_tokens:
         return (0,)
@@ -474,11 +475,11 @@ def forms_of(streams: Mapping[StreamKey, Stream], prompt: Prompt | None = None) 
 
 
 def of_each_form(answers: Mapping[int, Scores | WorkerScores], streams: Mapping[StreamKey, Stream | int]) -> Any:
-    """The workers whose names look at each number of tokens, by the answers' keys.
+    """Combine the answers for each number of next tokens: each counts for the workers whose names cover that number.
 
     Args:
-        answers: by worker or by rank.
-        streams: those of the workers; or how many tokens their names look at.
+        answers: the answers by number of next tokens, each by worker or by rank.
+        streams: the streams of the workers, or the number of next tokens that their names cover.
     """
     by_rank = {key: each if isinstance(each, int) else each.lookahead for key, each in streams.items()}
     forms: dict[Any, int] = {**by_rank, **{key[0]: ahead for key, ahead in by_rank.items()}}
@@ -497,7 +498,7 @@ def agree(answer: Scores | WorkerScores, expected: Scores) -> bool:
 
 
 def by_worker(scores: Scores) -> WorkerScores:
-    """The most blocks over each worker's ranks."""
+    """Return the maximum number of blocks over each worker's ranks."""
     out: WorkerScores = {}
     for (worker, _), blocks in scores.items():
         out[worker] = max(blocks, out.get(worker, 0))
@@ -505,15 +506,15 @@ def by_worker(scores: Scores) -> WorkerScores:
 
 
 def first_difference(answer: Scores | WorkerScores, least: Scores, most: Scores) -> tuple[int, int, int, range] | None:
-    """The first worker for which an answer is too low or too high.
+    """Return the first worker for which an answer is too low or too high.
 
     Args:
-        answer: by worker or by rank.
-        least: the lowest answer that is right, by rank.
-        most: the highest.
+        answer: the answer, by worker or by rank.
+        least: the smallest correct answer, by rank.
+        most: the largest correct answer, by rank.
 
     Returns:
-        (worker_id, dp_rank, blocks returned, blocks expected); None where all is right.
+        (worker_id, dp_rank, blocks returned, blocks expected); None if all is right.
     """
     ranked = not answer or isinstance(next(iter(answer)), tuple)
     low: Mapping[Any, int] = least if ranked else by_worker(least)
@@ -534,19 +535,19 @@ def difference_below(
     *,
     forgets: bool = False,
 ) -> tuple[StorageTier, int, int, int, range] | None:
-    """The first tier below the device, and the first worker in it, for which an answer by tier is wrong.
+    """Return the first tier below the device, and the first worker in it, for which an answer by tier is wrong.
 
-    A tier goes on where the faster ones end. So what the answer has of a worker below a tier in which it differs is not
-    looked at: on the device it may differ, and be right.
+    A tier continues where the faster ones end. So once the answer for a worker differs in a tier, the tiers below it
+    are not checked for that worker: on the device the answer may differ and still be right.
 
     Args:
-        answer: by worker or by rank; by worker alone, the most over its ranks.
+        answer: the answer, by worker (the maximum over its ranks) or by rank.
         expected: the right answer.
         ignored: workers and ranks for which any answer is accepted.
         forgets: whether an answer that is too low is accepted.
 
     Returns:
-        (tier, worker_id, dp_rank, blocks returned, blocks expected); None where all is right.
+        (tier, worker_id, dp_rank, blocks returned, blocks expected); None if all is right.
     """
     before = [StorageTier.DEVICE]
     for tier in StorageTier:
@@ -568,7 +569,7 @@ def difference_below(
 
 
 def _score(scores: Scores | WorkerScores, name: Any) -> int:
-    """The blocks of a worker, or of a worker and rank, in either form of an answer."""
+    """Return the number of blocks of a worker, or of a worker and rank, in either form of an answer."""
     blocks: Mapping[Any, int] = scores
     if name in blocks:
         return blocks[name]

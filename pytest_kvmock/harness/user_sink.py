@@ -1,4 +1,4 @@
-"""Sinks where a block manager of the user's own publishes."""
+"""Sinks for the user's own block managers."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ if TYPE_CHECKING:
     from pytest_kvmock.wire.sockets.receiver import LostBatches
 
 MOST_UNJUDGED: Final = 10_000
-"""How many Stored are kept until their hashes are found to be a chain; those of other engines never are."""
+"""Maximum number of Stored that are kept until their hashes are found to be a chain, which may never happen."""
 
 FIRST_SINK_WORKER: Final = MOST_WORKERS
-"""Sinks are workers of their own, with the first ids from here on that are free."""
+"""Sinks are separate workers, with the first free ids from here."""
 
 CompareWith: TypeAlias = Callable[[int, int, StorageTier | str, Callable[[], Iterable[int]]], None]
 """Compares the stream of a worker, rank and tier with the resident blocks that a callable returns."""
 
 Publishable: TypeAlias = EventData | KvCacheEvent | RouterEvent
-"""What a sink takes: the data of an event, an event with its id, or one with its worker."""
+"""The arguments that a sink takes: the data of an event, an event with its id, or an event with its worker."""
 
 
 HASHES: Final = "tuples of hashes, of blocks from -2**63 to 2**64 - 1 and local ones from 0, and a mapping as extra"
@@ -76,18 +76,17 @@ def is_event(event: object) -> TypeGuard[RouterEvent]:
 
 
 class KvSink:
-    """Captures what a user's own block manager publishes, and publishes it as a worker of its own, to be judged.
+    """Captures the events of a user's own block manager, and publishes them for a separate worker, to be judged.
 
-    Called, or by its `publish`, with a Stored, Removed, Cleared, KvCacheEvent or RouterEvent. Data without an id get
-    the next one. A RouterEvent is relabelled with this worker; its rank, id and tier stay.
+    Call the sink, or its `publish`, with a Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent.
+    Data without an id get the next id. A RouterEvent gets the id of this worker; its rank, event id and tier stay.
 
     Attributes:
-        worker_id: the worker's id; the first from 2**16 on that was free, unless another was asked for.
+        worker_id: the worker's id; by default the first free id from 2**16.
         events: the events so far, in order.
-        chained: whether hashes must be a chain, Dynamo's or the one that its stream has; None: that is detected, see
-            `FoundChain`.
-        is_removed: whether the router has removed the worker, and nothing was published since; another sink may have
-            its id then.
+        chained: whether hashes must be a chain, Dynamo's or that of its stream; None: detected by `FoundChain`.
+        is_removed: whether the router has removed the worker and nothing was published since; then another sink may
+            take its id.
     """
 
     def __init__(
@@ -102,7 +101,7 @@ class KvSink:
     ) -> None:
         self.worker_id = worker_id
         self.chained = chained
-        self._judges_host = judges_host  # vLLM's events of a host do not say what was hashed with tokens
+        self._judges_host = judges_host  # vLLM's events about the host lack the keys that were hashed with tokens
         self.events: list[KvCacheEvent] = []
         self.is_removed = False
         self._publisher = publisher
@@ -112,19 +111,19 @@ class KvSink:
         self._compared: set[tuple[int, StorageTier]] = set()
         self._chain = FoundChain()
         self._unjudged: list[RouterEvent] = []  # every Stored before the chain was found
-        self._looked_at = 0  # how many of those there were at the last lookup of resident blocks
+        self._looked_at = 0  # the number of these at the last lookup of resident blocks
 
     def __repr__(self) -> str:
         return f"<KvSink worker {self.worker_id}, {len(self.events)} events>"
 
     @property
     def is_watched(self) -> bool:
-        """Whether `compare` was called, whatever was published."""
+        """Whether `compare` was called."""
         return bool(self._compared)
 
     @property
     def is_compared(self) -> bool:
-        """Whether `compare` was given what its engine holds, in each rank and tier whose blocks were published."""
+        """Whether `compare` was called for each rank and tier whose blocks were published."""
         return bool(self._compared) and self._published <= self._compared
 
     def publish(
@@ -138,20 +137,20 @@ class KvSink:
 
         Args:
             event: the event, or its data.
-            storage_tier: the tier of the blocks, or its name, unless a RouterEvent has it.
+            storage_tier: the tier of the blocks, or its name; ignored for a RouterEvent, which has a tier.
             token_ids: for a Stored, the token ids of each block.
-            extra: what else travels with it (`RouterEvent.extra`).
+            extra: extra data of the event (`RouterEvent.extra`).
 
         Raises:
-            TypeError: something else.
-            ValueError: there is no such tier.
+            TypeError: an invalid event.
+            ValueError: an unknown tier.
         """
         __tracebackhide__ = True
         if isinstance(event, RouterEvent):
             storage_tier, token_ids, extra = event.storage_tier, event.token_ids, event.extra
             event = event.event
         tier = StorageTier.of(storage_tier)
-        with self._publisher.lock:  # from the next id on, or two threads would get one id
+        with self._publisher.lock:  # covers the choice of the id, or two threads would get the same id
             if isinstance(event, EventData):
                 event = KvCacheEvent(self._publisher.next_id(self.worker_id, 0), event)
             addressed = RouterEvent(self.worker_id, event, tier, token_ids, extra)
@@ -162,7 +161,7 @@ class KvSink:
                     f"got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
-            if not isinstance(event.data, Cleared):  # which is of no tier
+            if not isinstance(event.data, Cleared):  # a Cleared has no tier
                 self._published.add((event.dp_rank, tier))
             self.is_removed = False
             addressed.chained = self._must_chain(addressed)
@@ -175,16 +174,16 @@ class KvSink:
         self._publisher.lost_batches(BatchesLost(self.worker_id, dp_rank, batches, observed))
 
     def losses_at(self, endpoints: Sequence[str]) -> LostBatches:
-        """Return `lost_batches` of a subscriber at these endpoints; see `Inside.losses_at`."""
+        """Return `lost_batches` for a subscriber at these endpoints; see `Inside.losses_at`."""
         return self._publisher.losses_at(endpoints, self.worker_id)
 
     def sinks_of(self, worker_id: int) -> list[tuple[EventSink, int | None]]:  # noqa: ARG002 - as of `lost_batches`
-        """The sinks that are given what this one publishes; see `Inside.sinks_of`."""
+        """Return the sinks that get the events of this sink; see `Inside.sinks_of`."""
         return self._publisher.sinks_of(self.worker_id)
 
     def _must_chain(self, addressed: RouterEvent) -> bool:
-        """Whether the hashes of an event must be Dynamo's chain; where `chained` is None, only of one that breaks
-        it.
+        """Whether the hashes of an event must be judged as a chain; if `chained` is None, only of an event that breaks
+        the chain found so far.
         """
         if self.chained is not None:
             return self.chained and (self._judges_host or addressed.storage_tier is StorageTier.DEVICE)
@@ -201,18 +200,18 @@ class KvSink:
         return is_broken
 
     def _judge_earlier(self, is_broken: Callable[[Stored], bool]) -> None:
-        """Judge the hashes of earlier events that break the chain, now that it is found."""
+        """Judge the hashes of earlier events that break the chain, after it was found."""
         unjudged, self._unjudged = self._unjudged, []
         self._judge_hashes([e for e in unjudged if isinstance(e.event.data, Stored) and is_broken(e.event.data)])
 
     def _looked_up(self, resident: Callable[[], Iterable[int]]) -> Iterable[int]:
-        """The resident blocks; they may show that the hashes are a chain, and that a wrong one was published."""
+        """Return the resident blocks; they may show that the hashes are a chain and that a wrong one was published."""
         blocks = resident()
         fresh = self._unjudged[self._looked_at :]
         if self.chained is None and fresh:
             self._looked_at = len(self._unjudged)
             blocks = list(blocks)
-            with suppress(TypeError):  # of what is no hash; that is reported where it is compared
+            with suppress(TypeError):  # from an invalid hash; the comparison reports it
                 held = frozenset(blocks)
                 if any(isinstance(e.event.data, Stored) and self._chain.is_shown_by(e.event.data, held) for e in fresh):
                     self._judge_earlier(
@@ -227,16 +226,16 @@ class KvSink:
         dp_rank: int = 0,
         storage_tier: StorageTier | str = StorageTier.DEVICE,
     ) -> None:
-        """Add the drift check: at each flush and at the end, what was published is compared with what is resident.
+        """Add the drift check: at each flush and at the end, compare the published events with the resident blocks.
 
         Args:
             resident: returns the block hashes that the manager holds now.
-            dp_rank: the rank of those blocks.
-            storage_tier: the tier of those blocks, or its name.
+            dp_rank: the rank of these blocks.
+            storage_tier: the tier of these blocks, or its name.
 
         Raises:
-            TypeError: it cannot be called.
-            ValueError: there is no such tier.
+            TypeError: `resident` cannot be called.
+            ValueError: an unknown tier.
         """
         __tracebackhide__ = True
         if not callable(resident):

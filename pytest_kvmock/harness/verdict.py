@@ -1,4 +1,4 @@
-"""The verdict of a test: what is new in the log since the last one, and what shows only when the test ends."""
+"""The verdict of a test: the problems since the last verdict, and problems that only the end of the test shows."""
 
 from __future__ import annotations
 
@@ -17,9 +17,8 @@ class Verdict(NamedTuple):
 
     Attributes:
         errors: errors that stand by themselves and that the test did not expect.
-        warnings: warnings of the same kind.
-        unmet: a sentence for each error that the test expected, and for each fault that it asked for, that did not come
-            as often as asked for.
+        warnings: warnings that stand by themselves and that the test did not expect.
+        unmet: a sentence for each expected error and each requested fault that did not come as often as requested.
     """
 
     errors: list[Problem]
@@ -28,7 +27,7 @@ class Verdict(NamedTuple):
 
 
 class Verdicts:
-    """Passes the verdicts of a test: one after its body, one after its teardowns.
+    """Makes the verdicts of a test: one after its body, one after its teardowns.
 
     Args:
         log: the events and problems.
@@ -41,11 +40,12 @@ class Verdicts:
         self._leased: set[tuple[int, int, str, str]] = set()
 
     def leaked(self, workers: Iterable[KvWorker], spared: Collection[OpenRequest] = ()) -> None:
-        """Record the requests that are still open at the end of a test, each once.
+        """Record the requests that are still open at the end of a test, each once; also open leases and overwritten
+        blocks.
 
         Args:
             workers: the workers of the harness.
-            spared: requests that a teardown may finish yet.
+            spared: requests that a teardown may still finish.
         """
         for worker in workers:
             self._leases(worker)
@@ -64,7 +64,7 @@ class Verdicts:
             self._log.note([Problem(LEAKED_REQUESTS, *key, known, right, position=self._log.total - 1)])
 
     def _leases(self, worker: KvWorker) -> None:
-        """Record what a worker holds for legs that do not run, each once."""
+        """Record the blocks that a worker holds for legs that do not run, once per leg."""
         key = (worker.worker_id, worker.dp_rank)
         leases = [each for each in worker.leased if (*key, each.request, each.phase) not in self._leased]
         if not leases:
@@ -77,7 +77,7 @@ class Verdicts:
         self._log.note([Problem(LEASED_BLOCKS, *key, known, right, position=self._log.total - 1)])
 
     def _overwritten(self, worker: KvWorker) -> None:
-        """Record the legs whose blocks a worker freed while they were written, each once."""
+        """Record the legs whose blocks a worker freed while they were being written, each once."""
         key = (worker.worker_id, worker.dp_rank)
         names = [each for each in worker.overwritten if (*key, each, "overwritten") not in self._leased]
         if not names:
@@ -105,7 +105,7 @@ class Verdicts:
         self._log.note([problem])
 
     def next(self) -> Verdict:
-        """Return what is new since the last verdict. Expectations for the whole test are counted by the first."""
+        """Return the problems since the last verdict. The first verdict counts expectations for the whole test."""
         unmet = self._log.match_expectations()
         self._log.expectations.clear()
         new, self._judged = self._log.problems[self._judged :], len(self._log.problems)

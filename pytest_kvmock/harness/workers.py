@@ -1,4 +1,4 @@
-"""The workers of a harness: mock engines made by a profile and a backend, and sinks for engines of the user's own.
+"""The workers of a harness: mock engines made from a profile and a backend, and sinks for the user's own engines.
 
 One subject: the workers of a harness, by id and rank.
 """
@@ -35,23 +35,23 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.shared_stores import StoreSpec
 
 WorkerKey: TypeAlias = int | tuple[int, int]
-"""A worker id; (worker_id, dp_rank) where the worker has more ranks than one."""
+"""A worker id, or (worker_id, dp_rank) if workers have several ranks."""
 
 MOST_WORKER_ID: Final = 2**64 - 1
 
 _OWN_IF_NOT_PREFIX_CLOSED: Final = (EVICTED_AND_RESTORED, WRONG_HASH)
-"""Warnings that engines cause by themselves where a block may be removed before its parent."""
+"""Warnings that engines cause by themselves if they may remove a parent before its child."""
 
 _OWN_WITH_TIERS: Final = (ORPHANED_CHILD,)
-"""The same with tiers: a swap-in drops its pins head first (as the original does), and `lru` then evicts parents
-first."""
+"""Warnings that engines with tiers cause by themselves: a swap-in drops its pins head first (as upstream does), and
+`lru` then evicts parents first."""
 
 
 def check_worker_key(key: object) -> tuple[int, int | None]:
-    """Return the id of a worker and one of its ranks; the rank is None where the key is an id, which stands for all.
+    """Return the worker id and rank of a key; the rank is None if the key is only an id, which means all ranks.
 
     Raises:
-        ValueError: it is neither an id nor (id, dp_rank).
+        ValueError: the key is neither an id nor (id, dp_rank).
     """
     worker_id, dp_rank = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
     if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID or not (dp_rank is None or is_integer(dp_rank, 0)):
@@ -68,19 +68,20 @@ class Workers:
 
     Args:
         profile: their size and kind.
-        judge: receives their events.
-        publisher: where they publish.
-        engines: compares the stream of a sink with what its engine holds.
+        judge: judges their events.
+        publisher: receives their events.
+        engines: compares the stream of a sink with the blocks that its engine holds.
         recording: records the operations on them.
-        rng: source of everything random in them.
+        rng: source of their random choices.
         engine: fields of `MockEngineArgs` for their engines.
-        judge_unpublished: judge what workers that do not publish would publish, by the rules of the ledger alone.
-        roles: of its workers in P/D pairs, by worker type; none: they are ordinary ones, as many as the profile says.
+        judge_unpublished: whether to judge the events that workers that do not publish would publish, only by the
+            rules of the ledger.
+        roles: the roles in P/D pairs, by worker type; empty: ordinary workers, in the number of the profile.
         stores: the stores that workers share, by name.
 
     Attributes:
         by_role: the workers of each role.
-        spec: the backend of those that have none of their own; None while there is none.
+        spec: the default backend; None until it is set.
         sink_ids: the worker ids of sinks.
     """
 
@@ -118,7 +119,7 @@ class Workers:
 
     @property
     def by_key(self) -> Mapping[WorkerKey, HarnessWorker]:
-        """The workers by id, or by (id, dp_rank) where a worker has more ranks than one."""
+        """The workers by id, or by (id, dp_rank) if workers have several ranks."""
         return MappingProxyType(self._workers)
 
     @property
@@ -127,20 +128,20 @@ class Workers:
         return self._sinks.keys()
 
     def key(self, worker_id: int, dp_rank: int) -> WorkerKey:
-        """The key of a worker, or of a rank of it."""
+        """Return the key of a worker and rank in `by_key`."""
         return (worker_id, dp_rank) if self._profile.dp_size > 1 or dp_rank else worker_id
 
     def own_warnings(self, key: StreamKey) -> Collection[str]:
-        """The rules of warnings that the faithful engine of a worker and rank causes by itself."""
+        """Return the rules of the warnings that the faithful engine of a worker and rank causes by itself."""
         if key in self._not_prefix_closed:
             return _OWN_IF_NOT_PREFIX_CLOSED
         return _OWN_WITH_TIERS if self._profile.tiers is not None else ()
 
     def use_backend(self, backend: str | BackendSpec) -> None:
-        """Set the backend of the workers, once, and make those that exist from the start.
+        """Set the backend of the workers, once, and make the initial workers.
 
         Raises:
-            ValueError: an unknown backend, or another one than before.
+            ValueError: an unknown backend, or a different one than before.
         """
         spec = backend_spec(backend)
         if self.spec is not None:
@@ -162,7 +163,7 @@ class Workers:
                 self.worker(worker_id, dp_rank)
 
     def add_to_role(self, kind: str, worker_id: int, dp_rank: int) -> None:
-        """Make one more worker, or rank of one, of a role."""
+        """Add a worker, or a rank of one, to a role."""
         role = self._roles[kind]
         worker = self._add(worker_id, dp_rank, role.backend, self._profile, role)
         self.by_role[kind].append(worker)
@@ -171,17 +172,17 @@ class Workers:
             worker.rejoin()
 
     def _join_ranks(self, kind: str, worker_id: int, count: int) -> None:
-        """Join the ports of a worker's ranks, once all are made."""
+        """Join the ports of a worker's ranks as soon as all ranks exist."""
         ranks = [each.pair for each in self.by_role[kind] if each.worker_id == worker_id]
         if len(ranks) == count:
             ranks[0].join_ranks(ranks)
 
     def role_of(self, worker_id: int) -> str:
-        """The role of a worker that has one."""
+        """Return the role of a worker that has a role."""
         return next(kind for kind, made in self.by_role.items() if any(each.worker_id == worker_id for each in made))
 
     def worker(self, worker_id: int, dp_rank: int = 0, backend: BackendSpec | str | None = None) -> KvWorker:
-        """The worker of this id and rank, made now if there is none; see `RouterHarness.worker`."""
+        """Return the worker with this id and rank; make it if there is none. See `RouterHarness.worker`."""
         found = self._workers.get(self.key(worker_id, dp_rank))
         if found is None:
             return self._add(worker_id, dp_rank, backend, self._profile)
@@ -191,22 +192,22 @@ class Workers:
         return found
 
     def next_worker(self, backend: BackendSpec | str | None = None) -> KvWorker:
-        """Make one more worker, with the lowest id that is free."""
+        """Make a worker with the lowest free id."""
         return self._add(self._free_id(), 0, backend, self._profile)
 
     def engine(
         self, worker_id: int | None, dp_rank: int, args: MockEngineArgs | None, fields: Mapping[str, Any]
     ) -> HarnessEngine:
-        """The engine of a worker, made now if it has none; see `RouterHarness.engine`.
+        """Return the engine of a worker; make it if there is none. See `RouterHarness.engine`.
 
         Args:
-            worker_id: which worker; None: one more, with the lowest id that is free.
+            worker_id: the worker; None: a new worker, with the lowest free id.
             dp_rank: its rank.
-            args: what it is; None: by the profile.
-            fields: fields of `MockEngineArgs` over those of the harness.
+            args: the engine's arguments; None: from the profile.
+            fields: fields of `MockEngineArgs` that override those of the harness.
 
         Raises:
-            ValueError: as `RouterHarness.engine`.
+            ValueError: see `RouterHarness.engine`.
         """
         from pytest_kvmock.harness.engines import HarnessEngine, differences, engine_args  # imported on first use
 
@@ -244,25 +245,25 @@ class Workers:
         return spec
 
     def _of_role(self, key: WorkerKey | None) -> tuple[EngineProfile, dict[str, Any]]:
-        """The profile of a worker, and the fields of its engine, by its role in a P/D pair."""
+        """Return the profile of a worker and the fields of its engine, with the settings of its role in a P/D pair."""
         role = getattr(None if key is None else self._workers.get(key), "role", None)
         return (self._profile, {}) if role is None else (self._profile.replace(**role.sizes), role.engine)
 
     def release_events(self) -> None:
-        """Publish what engines hold until their passes end."""
+        """Publish the events that engines hold until their passes end."""
         for engine in self._engines_of.values():
-            if not engine.worker.cleared_waits:  # that leaves with a step alone
+            if not engine.worker.cleared_waits:  # only a step may publish a waiting Cleared
                 engine.worker.release_events()
 
     def add_mismatched(self, worker_id: int | None, **fields: Any) -> KvWorker:
-        """Make one more worker with another profile than the router's; see `Faults.block_size`.
+        """Make a worker whose profile differs from the router's; see `Faults.block_size`.
 
         Args:
-            worker_id: its id; the lowest that is free if None.
+            worker_id: its id; None: the lowest free id.
             **fields: the fields of the profile that differ.
 
         Raises:
-            ValueError: a field out of range, or a worker that exists.
+            ValueError: a field out of range, or a worker that exists already.
         """
         if worker_id is None:
             worker_id = self._free_id()
@@ -271,7 +272,7 @@ class Workers:
         return self._add(worker_id, 0, None, self._profile.replace(**fields))
 
     def remove(self, keys: Collection[StreamKey], *, whole: bool) -> None:
-        """Remove workers and ranks; the next one of such an id is a new one. `whole`: they are all ranks of a
+        """Remove workers and ranks; the next call for such a key makes a new worker. `whole`: they are all ranks of a
         worker.
         """
         for key in keys:
@@ -284,7 +285,7 @@ class Workers:
                 self._sinks[key[0]].is_removed = True
 
     def _free_id(self) -> int:
-        """The lowest id that no engine and no sink has."""
+        """Return the lowest id that no engine and no sink has."""
         taken = {*self.sink_ids, *(worker.worker_id for worker in self._workers.values())}
         return next(i for i in count() if i not in taken)
 
@@ -309,7 +310,8 @@ class Workers:
         if role is not None:
             profile = own = profile.replace(**role.sizes)
         rng = Random(self._rng.getrandbits(64))  # noqa: S311 - mock data
-        # The worker is made before the judge has its stream: it may be refused, and some engines publish as they begin.
+        # The worker is made before the judge opens its stream: the backend may reject it, and some engines publish at
+        # the start.
         under_test = self._judge.under_test
         worker = HarnessWorker(
             spec,
@@ -329,7 +331,7 @@ class Workers:
         below = None if tiers is None else {tiers.below: tiers.host}
         prefix_closed = spec.prefix_closed and (tiers is None or not tiers.leaves_holes)
         num_blocks = own.num_blocks
-        sizes = getattr(worker.manager, "tier_sizes", None)  # of one whose windows have blocks of their own, and a host
+        sizes = getattr(worker.manager, "tier_sizes", None)  # of a manager with a host and separate blocks for windows
         if sizes is not None:
             num_blocks = sizes[StorageTier.DEVICE]
             below = {tier: size for tier, size in sizes.items() if tier is not StorageTier.DEVICE} or None
@@ -357,13 +359,11 @@ class Workers:
         return worker
 
     def _stores_of(self, worker_id: int) -> dict[StorageTier, str] | None:
-        """The stores that a worker's blocks belong to, by tier; None: there are none."""
+        """Return the stores that a worker's blocks belong to, by tier; None if there are none."""
         return {each.tier: name for name, each in self._stores.items() if worker_id in each.workers} or None
 
     def _below(self, worker_id: int, profile: EngineProfile) -> Any:
-        """What is below the device of a worker: what its profile has, over the store that it shares, if it shares
-        one.
-        """
+        """Return the tiers below a worker's device: those of its profile, then the store that it shares, if any."""
         below: Any = profile.tiers
         for store in self._stores.values():
             if worker_id in store.workers:
@@ -374,7 +374,7 @@ class Workers:
 
     @property
     def stores(self) -> Mapping[str, Any]:
-        """The stores that workers share, by name, as far as a worker was made that has one."""
+        """The shared stores, by name; only those that an existing worker uses."""
         return self._shared
 
     def make_sink(
@@ -389,7 +389,7 @@ class Workers:
         named: tuple[str | None, str | None] = (None, None),
         restores: bool = False,
     ) -> KvSink:
-        """Make a sink where a block manager of the user's own may publish; see `RouterHarness.make_sink`."""
+        """Make a sink for the user's own block manager; see `RouterHarness.make_sink`."""
         if num_blocks is not None:
             check_integer("make_kv_sink: num_blocks", num_blocks, 1, ", or None")
         below = _tier_blocks(tier_blocks)
@@ -398,7 +398,8 @@ class Workers:
             text = f"make_kv_sink: restores must be True or False, got {restores!r:.80}"
             raise ValueError(text)  # noqa: TRY004 - one error
         if worker_id is None:
-            taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}  # by engines, and by hand
+            # The streams include those of engines and of events made by hand.
+            taken = {*self.sink_ids, *(key[0] for key in self._judge.ledger.streams)}
             worker_id = next(i for i in count(FIRST_SINK_WORKER) if i not in taken)
         else:
             self._check_free_for_sink(worker_id)
@@ -430,7 +431,7 @@ class Workers:
         return sink
 
     def _check_free_for_sink(self, worker_id: int) -> None:
-        """Return if a sink may have this worker id; one that the router has removed may come back as another sink."""
+        """Check that a sink may have this worker id. A sink that the router has removed may be replaced by another."""
         check_u64("make_kv_sink: worker_id", worker_id)
         sink = self._sinks.get(worker_id)
         if sink is not None:
@@ -447,7 +448,7 @@ class Workers:
 
 
 def _chain_of_sink(named: tuple[str | None, str | None], chained: bool | None) -> Callable[[], Chain] | None:
-    """What makes the rule of a sink that says by what hash and seed its blocks are named; None: it does not."""
+    """Return the function that makes the chain of a sink with a given hash and seed; None if no hash is given."""
     hash_name, seed = named
     if hash_name is None:
         if seed is not None:
@@ -464,7 +465,7 @@ def _chain_of_sink(named: tuple[str | None, str | None], chained: bool | None) -
 
 
 def _tier_blocks(given: object) -> dict[StorageTier, int]:
-    """The capacities of the tiers below the device that a sink was given, checked."""
+    """Return the checked capacities of a sink's tiers below the device."""
     name = "make_kv_sink: tier_blocks"
     if not isinstance(given, Mapping):
         raise TypeError(f"{name} must be a mapping of tiers to numbers of blocks, got {given!r:.80}")

@@ -1,6 +1,6 @@
 """The judge: the ledger and its rules, faults of the stream, and the reference index of which worker holds which block.
 
-`hygiene` judges values, `faults` changes them, `index` is the router's side; none of them imports an engine.
+`hygiene` checks events, `faults` changes them, and `index` is the router's side; none of them imports an engine.
 """
 
 from typing import TYPE_CHECKING
@@ -38,5 +38,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Loaded on first use: a test of a router needs none of these.
+# Loaded on first use: a test of a router may need none of these.
 __getattr__ = late_names(__name__, _HOME)

@@ -1,7 +1,7 @@
 """Mock engines behind HTTP and ZMQ, and streams of KV events to and from files.
 
-`serve` (extra `serve`) alone has a wall clock, threads and sockets of HTTP. `python -m pytest_kvmock` is the command
-over both.
+Only `serve` (extra `serve`) uses a wall clock, threads and HTTP sockets. `python -m pytest_kvmock` is the command for
+both.
 """
 
 from typing import TYPE_CHECKING
@@ -27,5 +27,5 @@ _HOME = {
 
 __all__ = sorted(_HOME)  # noqa: PLE0605 - the table is the one list
 
-# Loaded when somebody asks for it: a test of a router needs none of these.
+# Loaded on first use: a test of a router may need none of these.
 __getattr__ = late_names(__name__, _HOME)

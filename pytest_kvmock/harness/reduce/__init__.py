@@ -1,4 +1,4 @@
-"""Cutting a failure down: the fewest events, or requests, that break the same rule, as a value and as a test to paste.
+"""Reduction of a failure to the fewest events, or requests, that break the same rule, as a value and as a test.
 
 kv = RouterHarness(...)          # or the fixture kv_harness
 ...                              # traffic that fails
@@ -59,10 +59,10 @@ if TYPE_CHECKING:
 __all__ = ["reproduce"]
 
 WORK: Final = 500_000
-"""How many steps a search replays at most, by default."""
+"""Default maximum number of steps that a search replays."""
 
 MOST_LINES: Final = 200
-"""A longer test would not be read."""
+"""Maximum number of lines of a test that a reader can still use."""
 
 _OF_AN_INDEX: Final = (INDEX_DRIFT, INDEX_FAILURE)
 _OF_NO_STREAM: Final = (NOT_FLUSHED, OVERWRITTEN_BLOCKS, SINK_FAILURE)
@@ -79,21 +79,21 @@ def reproduce(
     expired: Callable[[], bool] | None = None,
     make_index: Callable[[], Any] | None = None,
 ) -> Reproduction:
-    """Cut what a harness has seen down to the fewest events or requests that break the same rule.
+    """Reduce the recording of a harness to the fewest events or requests that break the same rule.
 
-    The harness stays as it is; all replays have worlds of their own. A new index under test is made for each: by its
-    `new()`, where it has one, else by its class, called with nothing or with what of the profile its parameters are
-    named after. An async one is awaited in event loops of a thread of its own (asyncio); where it does not come back,
-    the search ends soon after `expired` returns True.
+    The harness does not change; each replay uses a new harness and a new index. The index is made by `new()` of the
+    index under test, or else by its class, called without arguments or with the fields of the profile that its
+    parameters are named after. An async index is awaited in event loops (asyncio) of a separate thread; if a call never
+    returns, the search ends soon after `expired` returns True.
 
     Args:
         kv: the harness.
-        problem: what to reproduce; None for the first error that stands by itself and was not expected.
-        level: "events" or "requests"; None for what suits the problem, and the other where that does not show it.
-        allow: rules that a replay may break besides.
-        work: how many steps, over all replays, to spend at most, for each level and way of comparing.
-        expired: asked before each step; True ends the search with what it has by then.
-        make_index: makes an index like the one under test; None: as said above.
+        problem: the problem to reproduce; None: the first error that stands by itself and was not expected.
+        level: "events" or "requests"; None: the level that suits the problem, or the other if that does not show it.
+        allow: other rules that a replay may break.
+        work: maximum number of steps over all replays, for each level and way of comparing.
+        expired: called before each step; True ends the search with its result so far.
+        make_index: makes an index like the one under test; None: as described above.
 
     Raises:
         NotReduced: nothing smaller breaks the rule again; the message is one line with the reason.
@@ -115,7 +115,7 @@ def reproduce(
 
     def search(is_over: Callable[[], bool] | None) -> Reproduction:
         def replayer(level: Level) -> Replayer:
-            # Events made by hand fill a worker in a replay, which has no engine that makes room.
+            # In a replay events made by hand fill a worker, because no engine evicts blocks.
             besides = {*ignored, OVER_CAPACITY} if level == "events" else ignored
             return Replayer(remade, besides, Budget(work, is_over), kv.recording.backends)
 
@@ -129,7 +129,7 @@ def reproduce(
             raise NotReduced(f"{reason}{remade.why_not()}") from None
 
     with long_run(), warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "tiers: a step offered")  # small hosts are tried
+        warnings.filterwarnings("ignore", "tiers: a step offered")  # the search tries small hosts
         return search(expired) if whole.aflush is None else in_a_thread(search, expired)
 
 
@@ -140,10 +140,10 @@ def _search(
     levels: tuple[Level, ...],
     replayer: Callable[[Level], Replayer],
 ) -> Reproduction:
-    """Try the levels, the first of which is wanted, and the ways in which an index may be asked."""
+    """Try the levels, of which the first is preferred, and the ways to compare an index."""
     found: list[Reproduction] = []
     reasons: dict[str, None] = {}
-    # Events first, whichever is wanted: they cost little, and are at hand where requests do not show it in time.
+    # Events first, whichever level is preferred: they are cheap, and the fallback if requests do not show it in time.
     for chosen in sorted(levels):
         for way in _ways(whole.replace(level=chosen), bursts=kv.recording.bursts):
             fresh = replayer(chosen)
@@ -162,20 +162,20 @@ def _search(
 
 
 def _ways(whole: Reproduction, *, bursts: bool) -> Iterator[Reproduction]:
-    """The ways in which an index may be asked: as the test did, then others that may show what that did not."""
+    """Yield the ways to compare an index: first as the test did, then others that may also show the problem."""
     yield whole
-    if whole.aflush == "end":  # how often the test did it is not known
+    if whole.aflush == "end":  # unknown how often the test flushed
         yield whole.replace(aflush="every")
-    elif whole.with_index and whole.sync == "burst":  # a replay is one burst, and the test perhaps many
+    elif whole.with_index and whole.sync == "burst":  # a replay is one burst, the test may have had many
         yield whole.replace(sync="auto")
-    elif whole.with_index and whole.sync == "auto":  # in a long test it was not flushed after each event
+    elif whole.with_index and whole.sync == "auto":  # a long test does not flush the index after each event
         yield whole.replace(sync="burst" if bursts else "end")
 
 
 def _whole(
     kv: RouterHarness, problem: Problem, make: Callable[[], Any] | None
 ) -> tuple[Reproduction, MakeIndex | None]:
-    """The failing test as a program without steps, and how an index like its own is made."""
+    """Return the failing test as a program without steps, and the maker of indexes like the one under test."""
     if problem.rule in _OF_NO_STREAM:
         raise NotReduced(f"{problem.rule} is not about the events of a stream")
     make_index = None
@@ -212,10 +212,10 @@ def _whole(
 
 
 def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
-    """The levels at which to try it, the most telling first.
+    """Return the levels to try, the most suitable first.
 
-    An index is given events, so events show its fault, unless it is asked by tokens, which few events show well. What
-    an engine does wrong, requests show; what is published by hand, or lost, events.
+    Events are the input of an index, so they show its bugs, unless it is queried by tokens, which only make a short
+    test with requests. Requests show an engine's bugs; events show problems of events that were lost or made by hand.
     """
     operations = kv.recording.operations
     if not operations:
@@ -232,7 +232,7 @@ def _levels(kv: RouterHarness, problem: Problem) -> tuple[Level, ...]:
 
 
 def _by_hand(arrival: Arrival) -> bool:
-    """Whether it was not published for a request."""
+    """Whether an arrival was not published for a request."""
     if isinstance(arrival, BatchesLost):
         return True
     return not isinstance(arrival, WorkerRemoved) and not arrival.chained and not isinstance(arrival.data, Cleared)
@@ -257,12 +257,12 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
     if any(not stream.spec.clears_below for stream in kv.inside.streams.values()):
         raise NotReduced("events do not say how large the chunks of a host are, nor that a Cleared leaves it")
     arrivals = _upto(recording.arrivals, problem.position)
-    # What an index makes of an event that it queues may be due to those that come after, before it is flushed.
+    # If an index queues events, later events before its flush may be the cause.
     is_late = whole.sync != "auto" or whole.aflush is not None
     later = recording.arrivals[len(arrivals) :] if is_late else []
     whole = whole.replace(cut_from=kv.events.total)
-    # What is published must be the engine's chain only where that is what is wrong: else blocks get other names. And a
-    # capacity only makes a test longer that is about something else.
+    # Hashes must follow the engine's chain only if the problem is a wrong hash; otherwise blocks get other names. A
+    # capacity is only set if the problem is about it; otherwise it would only make the test longer.
     chained = {a.worker_id for a in arrivals if not isinstance(a, NoEvent) and a.chained and problem.rule == WRONG_HASH}
     with_capacity = problem.rule == OVER_CAPACITY
     tier = problem.storage_tier
@@ -271,7 +271,7 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
         for (worker_id, rank), about in kv.inside.streams.items()
         if not rank
     }
-    if with_capacity:  # what is held is too much: what was removed does not matter, nor in how many events it came
+    if with_capacity:  # only the held blocks matter, not the removed ones or the number of events
         with suppress(NotReduced):
             held = _held(arrivals, whole.breach.worker, tier)
             return EventCutter(whole, held, replayer, kinds, sinks=kv.recording.sinks).cut()
@@ -279,7 +279,7 @@ def _cut(kv: RouterHarness, problem: Problem, whole: Reproduction, replayer: Rep
 
 
 def _sink_kind(spec: StreamSpec, tier: StorageTier | None, *, chained: bool) -> SinkKind:
-    """The sink that stands for an engine, with its capacity in one tier, or in none."""
+    """Return the sink that replaces an engine, with its capacity in one tier, or without one."""
     most = None if tier is None else spec.capacity(tier)
     on_device = tier is StorageTier.DEVICE
     below = None if tier is None or most is None or on_device else {tier.value: most}
@@ -288,7 +288,7 @@ def _sink_kind(spec: StreamSpec, tier: StorageTier | None, *, chained: bool) -> 
 
 
 def _engines(kv: RouterHarness) -> dict[str, Any]:
-    """The fields of a reproduction that are about the engines of its workers."""
+    """Return the fields of a reproduction that describe the engines of its workers."""
     if not kv.recording.engines:
         return {}
     from pytest_kvmock.harness.engines import engine_fields  # imported on first use
@@ -302,12 +302,12 @@ def _engines(kv: RouterHarness) -> dict[str, Any]:
 
 
 def _is_watched(kv: RouterHarness) -> bool:
-    """Whether events were judged that are not published."""
+    """Whether unpublished events were judged."""
     return any(worker.is_watched for worker in kv.workers.values())
 
 
 def _operations(recorded: Iterable[RecordedOperation]) -> Iterator[RecordedOperation]:
-    """Operations with what they were given; without those that were given nonsense."""
+    """Yield the operations with their tokens as values; skip those with invalid tokens."""
     for step, at in recorded:
         if isinstance(step, Decode) and not isinstance(step.tokens, int):
             with suppress(TypeError, ValueError):
@@ -317,12 +317,12 @@ def _operations(recorded: Iterable[RecordedOperation]) -> Iterator[RecordedOpera
 
 
 def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
-    """What arrived up to an event, by its number in the log."""
+    """Return the arrivals up to an event, given by its number in the log."""
     count = -1
     for i, arrival in enumerate(arrivals):
         if not isinstance(arrival, NoEvent):
             count += 1
-            if count > position:  # what was lost after the event shows before the next
+            if count > position:  # batches lost after the event are recorded before the next event
                 return arrivals[:i]
     if len(arrivals) >= MOST:
         raise NotReduced(f"it shows after more than {MOST:,} events")
@@ -330,7 +330,7 @@ def _upto(arrivals: list[Arrival], position: int) -> list[Arrival]:
 
 
 def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Arrival]:
-    """What a worker and rank holds in a tier after these, as one Stored; copies of a block are one more each."""
+    """Return Stored of the blocks that a worker and rank holds in a tier after these arrivals, one for each copy."""
     held: dict[int, list[int]] = {}  # the local hash of each copy
     worker_id, rank = key
     for arrival in arrivals:
@@ -365,7 +365,7 @@ def _held(arrivals: list[Arrival], key: StreamKey, tier: StorageTier) -> list[Ar
 
 
 def _around(kv: RouterHarness, problem: Problem) -> list[int]:
-    """Numbers of events around which the cause may be: where it shows, and the last that names its block."""
+    """Return the numbers of events near the cause: the one that shows the problem, the last that names its block."""
     places = [] if problem.event is None else [problem.position]
     position = -1
     named = None
@@ -384,11 +384,11 @@ def _around(kv: RouterHarness, problem: Problem) -> list[int]:
 
 
 def _finished(found: Reproduction, replayer: Replayer) -> Reproduction:
-    """The program with its figures, and the rules that it breaks besides."""
+    """Return the program with its number of replays, and the other rules that it breaks."""
     if found.unwritable is not None:
         raise NotReduced(f"it depends on an engine's {found.unwritable}, which is a Python object and no literal")
     replays = replayer.budget.replays
-    replayer.budget = Budget(WORK)  # once or twice more, at whatever cost: it is short
+    replayer.budget = Budget(WORK)  # the last replays have a full budget; the program is short
     if found.as_test().count("\n") > MOST_LINES or not (
         len(found.steps) <= ASKED_ALWAYS or replayer.breaks(found, as_test=True)
     ):

@@ -1,4 +1,4 @@
-"""The problem that a smaller stream has to show again, kept apart from others of its rule."""
+"""The problem that a smaller stream must show again, distinguished from other problems of its rule."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Breach:
-    """What a smaller stream has to break: the same rule, in the same way.
+    """The breach that a smaller stream must repeat: the same rule, broken in the same way.
 
     Attributes:
         rule: the rule.
         is_error: whether it counts as an error.
-        worker: (worker_id, dp_rank) that it is about.
-        block: the block that it is about; None where it names none, or where blocks change their names.
-        story: what was observed, without its numbers: a block that was removed is not one that was never stored.
-        right: what would have been right, where nothing else keeps two of them apart; else None.
+        worker: the (worker_id, dp_rank) of the problem.
+        block: the block of the problem; None if it names no block, or if blocks get other names.
+        story: the observed text without its numbers; it distinguishes a removed block from one that was never stored.
+        expected: the expected text, if nothing else distinguishes two breaches; else None.
     """
 
     rule: str
@@ -44,18 +44,18 @@ class Breach:
 
     @classmethod
     def of(cls, problem: Problem) -> Breach:
-        """What a problem is about."""
+        """Return the breach of a problem."""
         worker = (problem.worker_id, problem.dp_rank)
-        # A wrong hash is judged by nothing but its event: only what would have been right keeps two of them apart.
+        # A wrong hash is judged only by its event, so only the expected hash distinguishes two of them.
         expected = problem.expected if problem.rule == WRONG_HASH else None
         return cls(problem.rule, problem.is_error, worker, problem.block, story_of(problem), expected)
 
     def replace(self, **fields: Any) -> Breach:
-        """Return the same with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **fields)
 
     def shows_in(self, problem: Problem) -> bool:
-        """Whether a problem is this one again."""
+        """Whether a problem is this breach again."""
         return (
             problem.rule == self.rule
             and (problem.worker_id, problem.dp_rank) == self.worker
@@ -75,12 +75,12 @@ _PLAIN: Final = (
 
 
 def story_of(problem: Problem) -> str:
-    """What was observed, with numbers and counts made alike.
+    """Return the observed text of a problem, with placeholders for numbers and counts.
 
-    In a replay nothing is lost: what did not arrive, the worker leaves out. The parent that the hash of a block fits is
-    in `Problem.expected`.
+    A replay loses no events: the worker skips the ids that did not arrive, so both texts count as the same. The parent
+    that the hash of a block fits is left out; `Problem.expected` has it.
     """
-    # The device is named only where there is another tier, which is not needed to show what is wrong there.
+    # The device is only named if there is another tier, which a smaller stream may not need.
     text = without_restarts(problem.observed).partition(FITS)[0].replace(f" in {StorageTier.DEVICE}", "")
     if problem.rule == EVENT_ID_GAP and problem.event is not None and re.search("did not arrive|never published", text):
         first = not re.search("after event|go on from", text)

@@ -1,4 +1,4 @@
-"""Cutting down events as they arrived: fewer events, then fewer blocks in them, then small numbers."""
+"""Reduction of arrived events: fewer events, then fewer blocks in them, then small numbers."""
 
 from __future__ import annotations
 
@@ -26,27 +26,26 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# A part of a stream must not break rules that the whole did not. So what is cut is mended: ids are counted again (with
-# the jumps that the whole had, where ids matter), and where a block is left out its child hangs below its parent, and
-# what is not held is not removed. A wrong hash alone cannot be mended so, since its parent is what it is judged by:
-# there, blocks are cut from the front and the back of an event, and the block that is first then becomes a root whose
-# local hash is its own.
+# A part of a stream must not break rules that the full stream did not break. So a cut is repaired: ids are counted
+# again (with the jumps of the full stream, if ids matter), the child of a block that is left out is stored under that
+# block's parent, and blocks that are not held are not removed. Only a wrong hash cannot be repaired in this way, as it
+# is judged by its parent. There, blocks are cut from the front and the back of an event, and the first remaining block
+# becomes a root whose local hash equals its block hash.
 #
-# Nearly always the events that name the block of the problem, or one of its ancestors, are enough; they are tried first
-# and the whole stream last, so that a stream of a million events costs no more than a short one.
+# Nearly always the events that name the block of the problem, or one of its ancestors, are enough. They are tried first
+# and the full stream last, so that a stream of a million events costs no more than a short one.
 
 
 _WINDOWS: Final = (16, 64, 256)
 _ROOMS: Final = (16, 64, 256, 1024)
-"""So much room a queue may have that overflows: events before, between and after those that count."""
+"""Tried sizes of a queue that overflows: numbers of filler events before, between or after the events that matter."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Look:
-    """How the pieces are written down: with what of the original, and what of it is made plain.
+    """How the pieces are written: the parts of the original that are kept or simplified.
 
-    A bare event has neither a tier nor what travels with it; of what travels with it, `without` names what is left
-    out.
+    A bare event has neither a tier nor extra data; `without` names the keys of the extra data that are left out.
     """
 
     with_ids: bool
@@ -63,11 +62,11 @@ class EventCutter:
 
     Args:
         whole: the failing test as a program without steps: breach, backend, profile, workers, index.
-        arrivals: what the router received, up to the event that shows the problem.
+        arrivals: the arrivals at the router, up to the event that shows the problem.
         replayer: replays programs.
-        kinds: what a sink must be like that publishes what a worker, or sink, has published.
+        kinds: the kind of sink that can publish the events of a worker or sink, by worker id.
         sinks: the worker ids of sinks.
-        later: what the router received after that event, where the cause may be there.
+        later: the later arrivals at the router, if they may contain the cause.
 
     Attributes:
         best: the smallest program so far that breaks the rule; None before the first.
@@ -98,12 +97,12 @@ class EventCutter:
         """Search.
 
         Raises:
-            NotReduced: nothing was found that breaks the rule again.
+            NotReduced: no program was found that breaks the rule again.
         """
         try:
             if not self._filled():
                 pieces = self._start()
-                self._make_plain(pieces)  # now already: should the search end early, this much is done
+                self._make_plain(pieces)  # early, in case the search ends at its limit
                 pieces = self._minimal(pieces)
                 self._make_plain(pieces)
                 self._minimal(pieces)
@@ -124,7 +123,7 @@ class EventCutter:
         return True
 
     def _start(self) -> Sequence[Piece]:
-        """The first of some parts, from the likeliest to the whole, that breaks the rule."""
+        """Return the first part that breaks the rule, tried from the likeliest part to the full stream."""
         pieces = [*pieces_of(self._arrivals)]
         if not pieces:
             raise NotReduced("no event arrived")
@@ -138,7 +137,7 @@ class EventCutter:
 
     def _parts(self, pieces: list[Piece], own: list[Piece]) -> Iterator[Sequence[Piece]]:
         block = self._whole.breach.block
-        # Some part of the event that shows it must be left; a gap is between two events.
+        # A part of the event that shows the problem must be kept; for a gap, also of the event before it.
         shows = [*pieces[-1].blocks[:1], *(own[-2].blocks[:1] if block is None and len(own) > 1 else ())]
         named = [] if block is None else [block]
         for blocks in ((*shows, *named), (*shows, *named, *pieces[-1].blocks)):
@@ -147,7 +146,7 @@ class EventCutter:
                 kept = [piece.only(line) for piece in among]
                 yield [piece for piece in kept if piece.blocks or not names_blocks(piece)]
         if self._whole.sync != "auto" or self._whole.aflush is not None:
-            # A late comparison may fail when room is short: by the events before the last that names the block.
+            # A late comparison may fail because a queue overflows: try the events before the last that names the block.
             end = next((n for n in range(len(own), 0, -1) if block in own[n - 1].blocks), len(own))
             for size in _WINDOWS:
                 yield own[max(0, end - size) : end]
@@ -159,12 +158,12 @@ class EventCutter:
             yield everything
 
     def _own(self, pieces: Iterable[Piece]) -> list[Piece]:
-        """Those of the worker and rank that the problem is about; a failed flush is about no worker."""
+        """Return the pieces of the problem's worker and rank; all pieces if it is about no worker (a failed flush)."""
         worker = self._whole.breach.worker
         return [piece for piece in pieces if worker in (NO_WORKER, piece.key)]
 
     def _line(self, blocks: Iterable[int]) -> frozenset[int]:
-        """Blocks and their ancestors."""
+        """Return blocks and their ancestors."""
         parents = self._parents.get(self._whole.breach.worker, {})
         line: set[int] = set()
         for block in blocks:
@@ -175,7 +174,9 @@ class EventCutter:
         return frozenset(line)
 
     def _minimal(self, pieces: Sequence[Piece]) -> Sequence[Piece]:
-        """Leave out events, then blocks everywhere, then blocks here and there, until nothing more can be left out."""
+        """Leave out events, then blocks from all events, then blocks from single events, until nothing more can be left
+        out.
+        """
         before = -1
         while before != (before := sum(1 + len(piece.blocks) for piece in pieces)):
             pieces = minimal(pieces, self._attempt)
@@ -199,7 +200,7 @@ class EventCutter:
         return pieces
 
     def _make_plain(self, pieces: Sequence[Piece]) -> None:
-        """Write it down with less of the original, where it breaks the rule so too."""
+        """Simplify how the pieces are written, as far as they still break the rule."""
         size = self._whole.profile.block_size
         self._try_look(pieces, bare=True, tokens=False)
         if not self._look.bare:
@@ -221,9 +222,10 @@ class EventCutter:
     # ------------------------------------------------------------------------------------------------- filling
 
     def _filled(self) -> bool:
-        """Whether the rule is broken when room is short: by one or two events that count, amid any others.
+        """Whether a full queue breaks the rule: one or two events that matter, among any others.
 
-        Then `best` has as few others as can be, all alike, so that hundreds of them are a range in a test.
+        Then `best` has as few other events as possible. They are all of one form, so that a test can write hundreds of
+        them as a range.
         """
         if (self._whole.sync == "auto" and self._whole.aflush is None) or not self._whole.with_index:
             return False
@@ -248,11 +250,11 @@ class EventCutter:
         return False
 
     def _amid(self, pieces: Sequence[Piece], upto: int) -> Iterator[list[Piece]]:
-        """Events that may be what counts: none, or the last one or two of a block.
+        """Yield candidates for the events that matter: none, or the last one or two of a block.
 
         Args:
-            pieces: what the router received of the worker and rank.
-            upto: how many of them were there when the problem showed.
+            pieces: the arrivals of the worker and rank.
+            upto: the number of arrivals up to the event that shows the problem.
         """
         block = self._whole.breach.block
         if block is None:
@@ -266,9 +268,9 @@ class EventCutter:
             yield own[-2:]
 
     def _put(self, kept: Sequence[Piece], gap: int, others: int) -> list[Piece]:
-        """Put `others` others before, between or after those that are kept."""
+        """Return the kept events with `others` filler events before, between or after them."""
         worker_id, rank = kept[0].key if kept else self._whole.breach.worker
-        worker_id = max(worker_id, 0)  # of no worker
+        worker_id = max(worker_id, 0)  # -1 means no worker
         known = {block for piece in kept for block in piece.blocks}
         fresh = islice((block for block in count(1) if block not in known), others)
         events = (KvCacheEvent(block, Stored(None, (block,), (block,)), rank) for block in fresh)
@@ -276,7 +278,7 @@ class EventCutter:
         return [*kept[:gap], *fillers, *kept[gap:]]
 
     def _fewest(self, kept: Sequence[Piece], gap: int, enough: int) -> list[Piece]:
-        """Put as few others as can be."""
+        """Return the kept events with as few filler events as possible."""
         too_few = -1
         while enough - too_few > 1:
             middle = (too_few + enough) // 2
@@ -289,7 +291,7 @@ class EventCutter:
     # ------------------------------------------------------------------------------------------------- writing
 
     def _program(self, pieces: Sequence[Piece], look: _Look) -> Reproduction | None:
-        """The program of some pieces; None where they cannot be put together."""
+        """Return the program of some pieces; None if they cannot be combined."""
         steps: list[RouterEvent | NoEvent] = []
         names: dict[int, int] = {}  # worker ids in the program
         sinks: list[SinkKind] = []
@@ -310,7 +312,7 @@ class EventCutter:
                 if worker_id in self._sinks or kind.chained:
                     names[worker_id] = FIRST_SINK_WORKER + len(sinks)
                     sinks.append(kind)
-                elif worker_id >= FIRST_SINK_WORKER:  # where the sinks of a program are
+                elif worker_id >= FIRST_SINK_WORKER:  # these ids belong to the sinks of a program
                     names[worker_id] = free
                     free += 1
             if isinstance(arrival, WorkerRemoved):
@@ -336,7 +338,7 @@ class EventCutter:
                 if isinstance(data, Stored) and not isinstance(data, SparseStored):
                     data = Stored(data.parent_hash, data.block_hashes, data.tokens_hashes)
             if piece.places is not None:
-                if tokens is not None and not isinstance(data, SparseStored):  # of that they are those of the span
+                if tokens is not None and not isinstance(data, SparseStored):  # those of a SparseStored cover its span
                     tokens = [tokens[i] for i in piece.places]
                 extra = part_of(extra, piece.places)
             steps.append(RouterEvent(names[worker_id], KvCacheEvent(event_id, data, rank), tier, tokens, extra))
@@ -364,7 +366,7 @@ class EventCutter:
 
 
 def _part(extra: EventExtra | None, without: Collection[str]) -> EventExtra | None:
-    """What travels with an event, without some of it; None where nothing is left."""
+    """Return the extra data of an event without some keys; None if nothing is left."""
     if not extra or not without:
         return extra
     return {name: value for name, value in extra.items() if name not in without} or None

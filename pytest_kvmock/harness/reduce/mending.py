@@ -1,5 +1,5 @@
-"""What is left of events from which blocks were cut, so that it breaks no rule that the whole did not; and small
-numbers.
+"""Repair of events from which blocks were cut, so that they break no rule that the full stream did not break. Also
+renaming to small numbers.
 """
 
 from __future__ import annotations
@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 
 
 class Mender:
-    """Hangs the children of what is left out below the nearest ancestor that is there, and does not remove it.
+    """Stores the children of blocks that are left out under the nearest held ancestor, and drops those blocks from
+    Removed events.
 
     Args:
-        parents: by stream and block, the parent that the whole stream gives it.
-        target: the block that the problem is about, which is left where it is.
-        stored: by stream, the blocks that some event that is left stores: below the device a block may come before its
+        parents: by stream and block, the parent in the full stream.
+        target: the block of the problem, which stays in its place.
+        stored: by stream, the blocks that the remaining events store; below the device a block may arrive before its
             parent.
     """
 
@@ -37,13 +38,13 @@ class Mender:
         self._stored = stored
 
     def forget(self, key: StreamKey) -> None:
-        """Nothing is held any more."""
+        """Record that a stream holds nothing."""
         self._held.pop(key, None)
 
     def mend(
         self, key: StreamKey, data: EventData, places: tuple[int, ...] | None, *, on_device: bool
     ) -> EventData | None:
-        """What is left of an event of that stream."""
+        """Return the repaired data of an event of a stream; None if nothing is left."""
         held = self._held.setdefault(key, set())
         if isinstance(data, Removed):
             blocks = data.block_hashes if places is None else tuple([data.block_hashes[i] for i in places])
@@ -56,7 +57,7 @@ class Mender:
         if isinstance(data, (SparseStored, Located, Updated)):
             return _named(data, places)
         keep = range(len(data.block_hashes)) if places is None else places
-        # A block before the first that is kept is its parent, unless that was cut too.
+        # The block before the first kept block is its parent, unless it was cut too.
         parent = data.block_hashes[keep[0] - 1] if keep and keep[0] else data.parent_hash
         part = _part(data, self._nearest(key, parent, held if on_device else self._stored.get(key, held)), keep)
         held.update(part.block_hashes)
@@ -74,12 +75,12 @@ class Mender:
 
 
 class Roots(Mender):
-    """Leaves hashes as they are: what has lost its parent becomes a root with a local hash like its own."""
+    """Keeps hashes as they are: a block that lost its parent becomes a root whose local hash equals its block hash."""
 
     def mend(
         self, key: StreamKey, data: EventData, places: tuple[int, ...] | None, *, on_device: bool
     ) -> EventData | None:
-        """What is left of an event of that stream; None where there is no such event."""
+        """Return the repaired data of an event of a stream; None if the event cannot be repaired."""
         if not isinstance(data, Stored) or isinstance(data, SparseStored):
             return super().mend(key, data, places, on_device=on_device)
         held = self._held.setdefault(key, set())
@@ -94,7 +95,7 @@ class Roots(Mender):
         if parent is None or parent in held:
             return part
         first = part.block_hashes[0]
-        if first == self._target:  # it is its parent that its hash is judged by
+        if first == self._target:  # its hash is judged by its parent
             return None
         return replace(part, parent_hash=None, tokens_hashes=(first, *part.tokens_hashes[1:]))
 
@@ -102,7 +103,7 @@ class Roots(Mender):
 def _named(
     data: SparseStored | Located | Updated, places: tuple[int, ...] | None
 ) -> SparseStored | Located | Updated | None:
-    """What is left of names of which none hangs on another; None: nothing, where an event has one name."""
+    """Return the data with the names that are left, which do not depend on each other; None if an Updated has none."""
     if isinstance(data, Updated):
         return data if places is None or places else None
     if places is None:
@@ -122,14 +123,14 @@ def _part(data: Stored, parent: int | None, places: Sequence[int]) -> Stored:
 
 
 class Renamer:
-    """Gives blocks, and local hashes, the numbers 1, 2, 3 ... in the order in which they appear."""
+    """Renames blocks and local hashes to 1, 2, 3 ... in the order of their appearance."""
 
     def __init__(self) -> None:
         self.blocks: dict[int, int] = {}
         self._local: dict[int, int] = {}
 
     def renamed(self, step: RouterEvent | NoEvent) -> RouterEvent | NoEvent:
-        """The same step with other numbers."""
+        """Return the step with new numbers."""
         if isinstance(step, NoEvent):
             return step
         data: EventData = step.event.data

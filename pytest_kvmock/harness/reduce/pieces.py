@@ -1,4 +1,4 @@
-"""Parts of arrivals: what the cutting of events chooses from."""
+"""Parts of arrivals, from which the reduction of events chooses."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class Piece:
     """A part of an arrival.
 
     Attributes:
-        arrival: the whole.
-        jumps: by how much the ids of its stream have run ahead of a count by then.
-        places: of a Stored or Removed, the places of the blocks that are left; None for all.
+        arrival: the complete arrival.
+        jumps: the difference between its event id and a count of its stream's events so far.
+        places: the positions of the blocks that are left of a Stored or Removed; None: all.
     """
 
     arrival: Arrival
@@ -29,12 +29,12 @@ class Piece:
 
     @property
     def event(self) -> RouterEvent | None:
-        """The whole event; None where it is no event."""
+        """The complete event; None if the arrival is no event."""
         return None if isinstance(self.arrival, NoEvent) else self.arrival
 
     @property
     def blocks(self) -> tuple[int, ...]:
-        """The blocks that are left of those that it names."""
+        """The blocks of the event that are left."""
         if self.event is None:
             return ()
         blocks = blocks_of(self.event)
@@ -49,7 +49,7 @@ class Piece:
         return self.event.worker_id, self.event.event.dp_rank
 
     def only(self, blocks: frozenset[int]) -> Piece:
-        """These of its blocks."""
+        """Return the piece with only these blocks."""
         if self.event is None:
             return self
         named = blocks_of(self.event)
@@ -58,18 +58,18 @@ class Piece:
 
 
 def blocks_of(event: RouterEvent) -> tuple[int, ...]:
-    """The blocks that an event names; none for a Cleared."""
+    """Return the blocks that an event names; empty for a Cleared."""
     blocks: tuple[int, ...] = getattr(event.event.data, "block_hashes", ())
     return blocks
 
 
 def names_blocks(piece: Piece) -> bool:
-    """Whether it is of a Stored or Removed."""
+    """Whether a piece is part of a Stored or Removed."""
     return piece.event is not None and isinstance(piece.event.event.data, (Stored, Removed))
 
 
 def pieces_of(arrivals: Iterable[Arrival]) -> Iterator[Piece]:
-    """Whole arrivals, each with the jumps that the ids of its stream have made by then."""
+    """Yield complete arrivals as pieces, each with the jumps of its stream's ids so far."""
     counts: dict[StreamKey, int] = {}
     for arrival in arrivals:
         if isinstance(arrival, WorkerRemoved):
@@ -85,7 +85,7 @@ def pieces_of(arrivals: Iterable[Arrival]) -> Iterator[Piece]:
 
 
 def longest_stored(pieces: Iterable[Piece]) -> int | None:
-    """The block with the most events between its Stored and its Removed."""
+    """Return the block with the most events between its Stored and its Removed."""
     stored: dict[int, int] = {}
     longest, most = None, 0
     for i, piece in enumerate(pieces):
@@ -99,7 +99,7 @@ def longest_stored(pieces: Iterable[Piece]) -> int | None:
 
 
 def parents_of(arrivals: Iterable[Arrival]) -> dict[StreamKey, dict[int, int | None]]:
-    """The parent of each block of each stream, as last stored."""
+    """Return the parent of each block of each stream, as last stored."""
     out: dict[StreamKey, dict[int, int | None]] = {}
     for arrival in arrivals:
         if not isinstance(arrival, NoEvent) and isinstance(data := arrival.data, Stored):

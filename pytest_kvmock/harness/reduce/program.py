@@ -1,4 +1,4 @@
-"""A failing stream as a value: the world that it needs, and the steps that break the rule."""
+"""A failing stream as a value: the setup that it needs, and the steps that break the rule."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.events import StreamKey
 
 Step: TypeAlias = RouterEvent | NoEvent | Operation
-"""An event as it arrives, the removal of a worker, lost batches of one, or an operation on a worker."""
+"""An arriving event, the removal of a worker, lost batches of a worker, or an operation on a worker."""
 
 Level: TypeAlias = Literal["events", "requests"]
 
@@ -46,11 +46,11 @@ _PUBLIC: Final = (
     "Stored",
 )
 _PUBLIC_ENGINE: Final = ("WouldWait",)
-"""What a test imports of what it names: from the root, and from `engine`."""
+"""Names that a test may need to import: from `engines`; above, from `values` and from the root."""
 
 
 class NotReduced(KvMockError):  # noqa: N818 - its message is a reason, no error
-    """Nothing smaller was found. The message is one line with the reason."""
+    """Raised if no smaller stream was found. The message is one line with the reason."""
 
 
 class SinkKind(NamedTuple):
@@ -67,30 +67,29 @@ class SinkKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Reproduction:
-    """The smallest stream found that breaks a rule as a larger one did.
+    """The smallest stream found that breaks a rule in the same way as a larger one.
 
     Attributes:
-        breach: what it breaks.
-        level: whether its steps are events, as they arrive at the router, or requests to workers.
+        breach: the breach.
+        level: whether its steps are events that arrive at the router, or requests to workers.
         backend: the workers' backend.
-        profile: their profile.
-        steps: what to do, in order.
-        workers: workers that must be made: (worker_id, dp_rank) and their backend, None for `backend`. Others exist, or
-            need not.
+        profile: the workers' profile.
+        steps: the steps, in order.
+        workers: workers that must be made: (worker_id, dp_rank) and their backend, None for `backend`. Other workers
+            exist from the start, or are not needed.
         sinks: the sinks that publish; the first is worker 2**16.
         with_index: whether the index under test takes part.
-        sync: when it is compared; see `RouterHarness`.
+        sync: when the index is compared; see `RouterHarness`.
         clears: what a Cleared empties; see `RouterHarness`.
-        aflush: when the test awaits `aflush()`: after "every" step, or at the "end"; None where no async index takes
-            part.
+        aflush: when the test awaits `aflush()`: after "every" step, or at the "end"; None without an async index.
         engine: fields of `MockEngineArgs` for the engines of all workers; see `RouterHarness`.
-        engines: engines with fields of their own: (worker_id, dp_rank) and those.
-        judge_unpublished: whether what is not published is judged; see `RouterHarness`.
+        engines: engines with different fields: (worker_id, dp_rank) and these fields.
+        judge_unpublished: whether unpublished events are judged; see `RouterHarness`.
         stores: the stores that workers share; see `RouterHarness`.
-        with_ids: whether the ids of the events matter; if not, they count from 0.
-        allow: rules that it breaks besides, and that the test allowed.
-        cut_from: how many events, or requests, the failing test had.
-        replays: how many replays it took.
+        with_ids: whether the ids of the events matter; False: they count from 0.
+        allow: other rules that it breaks and that the test allowed.
+        cut_from: number of events, or requests, of the failing test.
+        replays: number of replays of the search.
         complete: whether nothing more can be left out; False: the search ended at its limit.
     """
 
@@ -122,29 +121,29 @@ class Reproduction:
 
     @property
     def events(self) -> tuple[RouterEvent, ...]:
-        """Its events; none where it is made of requests."""
+        """Its events; empty if it consists of requests."""
         return tuple(step for step in self.steps if isinstance(step, RouterEvent))
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        """Its operations; none where it is made of events."""
+        """Its operations; empty if it consists of events."""
         return tuple(step for step in self.steps if isinstance(step, Operation))
 
     @property
     def size(self) -> int:
-        """How many events, or requests, it has."""
+        """Number of its events, or of its requests."""
         if self.level == "events":
             return len(self.events)
         return sum(isinstance(step, Prefill | Submit) for step in self.steps)
 
     @property
     def unwritable(self) -> str | None:
-        """A field of its engines whose value no text can make again; None where there is none."""
+        """A field of its engines whose value cannot be written as a literal; None if there is none."""
         given = (self.engine, *(fields for _, fields in self.engines))
         return next((name for fields in given for name, value in fields.items() if not is_literal(value)), None)
 
     def replace(self, **fields: Any) -> Reproduction:
-        """Return the same with some fields changed."""
+        """Return a copy with some fields changed."""
         return dataclasses.replace(self, **fields)
 
     def as_test(
@@ -154,20 +153,20 @@ class Reproduction:
         awaited_by: str | None = None,
         made_by: tuple[str, str] | None = None,
     ) -> str:
-        """The text of a Python test that breaks the rule; where an index takes part, it is the fixture `kv_index`.
+        """Return the text of a Python test that breaks the rule; an index comes from the fixture `kv_index`.
 
         Args:
             name: the name of the test.
-            awaited_by: where an async index takes part, the marker by which a plugin runs async tests ("asyncio",
-                "anyio"), or "" where it needs none; None for a test that runs by itself (`asyncio.run`).
-            made_by: in place of the fixture, the class of a contract and the call of its method that makes the index:
+            awaited_by: with an async index, the marker with which a plugin runs async tests ("asyncio", "anyio"), or ""
+                if it needs none; None: the test runs itself (`asyncio.run`).
+            made_by: instead of the fixture, the class of a contract and the call of its method that makes the index:
                 ("TestMyIndex", "make_index()").
         """
         return _test_text(self, name, awaited_by, made_by)
 
 
 def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by: tuple[str, str] | None) -> str:
-    """The text of a test that does the same, and fails for the same rule."""
+    """Return the text of a test that runs the program and fails with the same rule."""
     size = program.profile.block_size
     body = [*_world(program)]
     after_each = "await kv.aflush()" if program.aflush == "every" else None
@@ -185,15 +184,15 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by
     if program.with_index and made_by is not None:
         contract, call = made_by
         index, fixtures = f"{contract}().{call}", ""
-        if _traits(program) != Traits():  # for a make_index that reads them
+        if _traits(program) != Traits():  # for a `make_index` that reads traits
             marks.append(of_backend)
             before = [f"contract = {contract}()", "contract.traits = kv_traits"]
             index, fixtures = f"contract.{call}", "kv_backend, kv_traits"
             profile_of += _tiers_of(program)
     elif program.with_index:
-        if size != EngineProfile().block_size:  # for a kv_index that reads kv_profile
+        if size != EngineProfile().block_size:  # for a `kv_index` that reads `kv_profile`
             profile_of.append(f"block_size={size}")
-        if _traits(program).copies:  # for a kv_index that reads kv_traits: it may have to count them
+        if _traits(program).copies:  # for a `kv_index` that reads `kv_traits`, as it may count copies
             marks.append(of_backend)
             fixtures = "kv_index, kv_backend"
             profile_of += _tiers_of(program)
@@ -223,12 +222,12 @@ def _test_text(program: Reproduction, name: str, awaited_by: str | None, made_by
 
 
 def _named(public: Sequence[str], text: str) -> list[str]:
-    """Those of these names that a text uses."""
+    """Return the public names that a text uses."""
     return [name for name in public if re.search(rf"\b{name}[(.)]", text)]
 
 
 def profile_text(profile: EngineProfile) -> str:
-    """A profile as it is written in a test: with what is not the default."""
+    """Return a profile as written in a test, with only the fields that differ from the default."""
     default = EngineProfile()
     fields = [
         f"{field.name}={literal(plain_field(profile, field.name))}"
@@ -263,18 +262,18 @@ def _harness(program: Reproduction, index: str) -> str:
 
 
 def plain_field(profile: EngineProfile, name: str) -> Any:
-    """A field of a profile as users write it: tiers as a mapping."""
+    """Return a field of a profile as users write it: tiers as a mapping."""
     value = getattr(profile, name)
     return value.to_dict() if name == "tiers" and value is not None else value
 
 
 def _tiers_of(program: Reproduction) -> list[str]:
-    """The tiers of its workers, as the marker takes them; none where there are none."""
+    """Return the tiers of its workers as an argument of the marker; empty if there are none."""
     return [] if program.profile.tiers is None else [f"tiers={literal(plain_field(program.profile, 'tiers'))}"]
 
 
 def _traits(program: Reproduction) -> Traits:
-    """What is special of the engine; of one that is not registered nothing is known."""
+    """Return the traits of the engine; the default traits if its backend is not registered."""
     spec = known_backends().get(program.backend)
     return Traits() if spec is None else program.profile.traits(spec)
 
@@ -293,7 +292,7 @@ def _world(program: Reproduction) -> Iterator[str]:
     for i, sink in enumerate(program.sinks):
         fields = {name: value for name, value in sink._asdict().items() if value != sink._field_defaults[name]}
         own = [event for event in program.events if event.worker_id == FIRST_SINK_WORKER + i]
-        if not sink.chained and any(map(_is_chained, own)):  # it would be found out
+        if not sink.chained and any(map(_is_chained, own)):  # otherwise the sink would detect the chain
             fields["chained"] = False
         arguments = ", ".join(f"{name}={_argument(value)}" for name, value in fields.items())
         yield f"{sink_name(FIRST_SINK_WORKER + i, len(program.sinks))} = kv.make_sink({arguments})"

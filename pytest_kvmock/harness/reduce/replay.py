@@ -1,4 +1,4 @@
-"""Replay steps in a fresh world, and see whether they break the rule again."""
+"""Replay of steps in a new harness, to check whether they break the rule again."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 _LOOK: Final = 0.05
-"""Seconds between two looks whether a search in another thread is to end."""
+"""Seconds between two checks whether a search in another thread must end."""
 
 _GRACE: Final = 1.0
-"""Seconds that it has to come to its end then, before it is left alone."""
+"""Seconds that the search then has to end, before its thread is abandoned."""
 
 ASKED_ALWAYS: Final = 50
-"""Most steps of a replay in which an index is compared as in a test; in longer ones it is compared after the last
-step."""
+"""Maximum number of steps of a replay in which an index is compared as in a test; in longer replays it is compared
+after the last step."""
 
 
 class Replayer:
-    """Replays programs, each in a world of its own.
+    """Replays programs, each in a new harness.
 
     Args:
-        make_index: makes empty indexes of the kind under test; None: none takes part.
+        make_index: makes empty indexes like the one under test; None: no index takes part.
         ignored: rules that the failing test allowed.
-        budget: pays for every step.
-        specs: backends that are known here only, by name.
+        budget: counts every step.
+        specs: backends that are not registered, by name.
 
     Attributes:
-        ignored: as above.
-        budget: as above; it may be replaced.
+        ignored: rules that the failing test allowed.
+        budget: counts every step; it may be replaced.
     """
 
     def __init__(
@@ -74,9 +74,9 @@ class Replayer:
         """Whether a program breaks its rule, and no other before it.
 
         Args:
-            program: what to replay.
-            as_test: compare an index as the program's test does, however long it is.
-            strict: an operation that raises is no reproduction; else it is passed over.
+            program: the program.
+            as_test: whether to compare an index as the program's test does, even if the program is long.
+            strict: whether an operation that raises makes the result False; otherwise the operation is skipped.
 
         Raises:
             Spent: the budget is used up.
@@ -92,14 +92,14 @@ class Replayer:
         if self._make_index is not None and breach.rule != INDEX_FAILURE:
             self._make_index.failures += [p.observed for p in errors if p.rule == INDEX_FAILURE]
         if breach.is_error:
-            # What is compared at one time has no order in time: then it may be any, where all are of one kind.
+            # Problems of one comparison have no order in time: any of them may match if all break the same rule.
             at_once = program.sync != "auto" or program.aflush is not None
             at_once = at_once and all(p.rule == breach.rule for p in errors)
             return any(map(breach.shows_in, errors if at_once else errors[:1]))
         return not errors and any(map(breach.shows_in, verdict.warnings))
 
     def verdict(self, program: Reproduction, *, as_test: bool = False, strict: bool = False) -> Verdict:
-        """What is found in a program.
+        """Return the verdict on a program.
 
         Raises:
             Spent: the budget is used up.
@@ -148,13 +148,13 @@ class Replayer:
         return kv
 
     def _steps(self, kv: RouterHarness, program: Reproduction, *, strict: bool) -> Iterator[None]:
-        """Do one step after the other."""
+        """Execute the steps, and yield after each."""
         return self._receive(kv, program) if program.level == "events" else self._operate(kv, program, strict=strict)
 
     def _receive(self, kv: RouterHarness, program: Reproduction) -> Iterator[None]:
         spend, receive = self.budget.spend, kv.publisher.publish
         chained = {FIRST_SINK_WORKER + i for i, sink in enumerate(program.sinks) if sink.chained}
-        # Some engines have published by now (SGLang's begins with a Cleared); what is replayed comes after.
+        # Some engines have already published (SGLang's begins with a Cleared); the replayed events get later ids.
         begun = {} if program.with_ids else {key: count for key, count in kv.publisher.next_ids.items() if count}
         for step in program.steps:
             spend()
@@ -177,18 +177,18 @@ class Replayer:
             self.budget.spend()
             try:
                 answer = interpreter.do(step)
-            except WouldWait:  # what the operation is for
+            except WouldWait:  # an expected outcome of the operation
                 pass
             except Exception:
                 if strict:
                     raise
             else:
                 if isinstance(step, RunPasses | Run):
-                    self.budget.spend(answer)  # a pass of an engine is a step, too
+                    self.budget.spend(answer)  # each pass of an engine is also a step
             yield
 
     def _prompt(self, step: WithPrompt, block_size: int) -> Prompt:
-        """The prompt of an operation, the same object each time, because it keeps its hashes."""
+        """Return the prompt of an operation, always the same object, because it caches its hashes."""
         key = (step.blocks, step.tail, step.hashed, step.keys, block_size)
         prompt = self._prompts.get(key)
         if prompt is None:
@@ -199,20 +199,20 @@ class Replayer:
 class MakeIndex:
     """Makes empty indexes like the one under test.
 
-    By `make`, if that is given; by its `new()`, where it has one; else by its class, called with nothing, or with what
-    of the profile its parameters are named after (`block_size`).
+    They are made by `make`, if given, or by the index's `new()`, or else by its class, called without arguments or with
+    the fields of the profile that its parameters are named after (`block_size`).
 
     Args:
         index: the index under test.
-        profile: what the parameters of its class are named after.
-        is_async: whether it is to be awaited; then it may need an event loop to be made in.
-        make: makes one.
+        profile: the source of arguments for the class.
+        is_async: whether the index is async; then its constructor may need an event loop.
+        make: makes an index; None: see above.
 
     Raises:
-        NotReduced: its class needs something else.
+        NotReduced: its class needs other arguments.
 
     Attributes:
-        failures: how those that were made have failed, in replays of what is no `index_failure`.
+        failures: the failures of made indexes, in replays of problems other than `index_failure`.
     """
 
     def __init__(
@@ -228,7 +228,7 @@ class MakeIndex:
 
     def _by_class(self) -> Callable[[], Any]:
         given: dict[str, Any] = {}
-        with suppress(TypeError, ValueError):  # a class that is not written in Python has no signature
+        with suppress(TypeError, ValueError):  # a class not written in Python may have no signature
             for parameter in _needed(signature(self._kind).parameters.values()):
                 if not hasattr(self._profile, parameter.name):
                     raise NotReduced(_no_second(self._kind, f"its class needs {parameter.name!r}"))
@@ -238,29 +238,29 @@ class MakeIndex:
         return partial(self._kind, **given)
 
     def __call__(self) -> Any:
-        """Make one."""
+        """Make an index."""
         return self._make()
 
     async def amake(self) -> Any:
-        """Make one where its event loop runs."""
+        """Make an index inside its running event loop."""
         made = self._make()
         return await made if isawaitable(made) else made
 
     def probe(self, budget: Budget) -> None:
-        """Make one, to see that it can be done.
+        """Make an index, to check that it is possible.
 
         Args:
-            budget: ends the wait for an async one.
+            budget: limits the wait for an async index.
 
         Raises:
-            NotReduced: it cannot.
+            NotReduced: no index can be made.
         """
         try:
             self._try(budget)
         except Spent:
             raise NotReduced(_no_second(self._kind, "it took longer than the limit")) from None
         except Exception as error:
-            if self._has_new:  # that of a base class perhaps, which makes another one
+            if self._has_new:  # perhaps the `new` of a base class, which makes a different index
                 with suppress(Exception):
                     self._make = self._by_class()
                     self._try(budget)
@@ -271,7 +271,7 @@ class MakeIndex:
         RouterHarness(self._profile, None, in_a_loop(self.amake(), budget) if self._is_async else self())
 
     def why_not(self) -> str:
-        """What may be the reason why a replay does not show what was wrong with the index under test."""
+        """Return a possible reason why a replay does not show the problem of the index under test."""
         if self.failures:
             return f"; a new {self._kind.__name__} failed there: {self.failures[0]}"
         return "" if self._has_new else f"; the replays called {self._call}: if yours differs, give it a method `new()`"
@@ -290,14 +290,14 @@ def _no_second(kind: type, why: str) -> str:
 
 
 def in_a_thread(search: Callable[[Callable[[], bool]], T], expired: Callable[[], bool] | None) -> T:
-    """Search in a thread of its own: the caller's may run an event loop already.
+    """Search in a separate thread, as the caller's thread may already run an event loop.
 
     Args:
-        search: called with a function that returns True when it is to end.
-        expired: whether to end; None: never.
+        search: called with a function that returns True when the search must end.
+        expired: returns whether the search must end; None: never.
 
     Raises:
-        NotReduced: an index does not come back; the thread is left alone, and ends when it does.
+        NotReduced: a call of the index does not return; the thread is abandoned, and ends when the call returns.
         BaseException: whatever the search raises.
     """
     stopped = Event()
@@ -329,7 +329,7 @@ def in_a_thread(search: Callable[[Callable[[], bool]], T], expired: Callable[[],
 
 
 def in_a_loop(replay: Coroutine[Any, Any, T], budget: Budget) -> T:
-    """Run a replay in an event loop of its own, and end it when the budget is used up.
+    """Run a replay in a new event loop, and end it when the budget is used up.
 
     Raises:
         Spent: the budget is used up.
@@ -338,7 +338,7 @@ def in_a_loop(replay: Coroutine[Any, Any, T], budget: Budget) -> T:
     import asyncio  # imported on first use
 
     async def main() -> T:
-        # What tasks of an index come to is its own affair: the replay looks at its answers.
+        # Errors in an index's own tasks are ignored; only its answers are checked.
         asyncio.get_running_loop().set_exception_handler(lambda *_: None)
         task = asyncio.ensure_future(replay)
         while not task.done():

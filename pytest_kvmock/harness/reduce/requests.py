@@ -1,6 +1,6 @@
-"""Cutting down requests to workers: fewer of them, then shorter prompts, fewer steps, a smaller cache.
+"""Reduction of requests to workers: fewer requests, then shorter prompts, fewer steps, a smaller cache.
 
-One subject: what is left out, in which order.
+One subject: what is left out, and in which order.
 """
 
 from __future__ import annotations
@@ -26,14 +26,13 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.events import StreamKey
 
 Asked: TypeAlias = Prefill | Submit
-"""What begins a request."""
+"""The operations that begin a request."""
 
 # Theory of operation
 #
-# Most engine bugs show when room is short. A long test needs a great many requests until then; a smaller cache needs
-# few. So the first thing that is tried is a few requests around the event that shows the problem, or the last one
-# that named its block, in a cache that holds just one of them; then more requests; and all of them as they were,
-# last.
+# Most engine bugs appear when the cache is full. A long test needs very many requests for that; a smaller cache needs
+# few. So the search first tries a few requests around the event that shows the problem, or the last event that names
+# its block, in a cache that holds only one of them; then more requests; and last all requests unchanged.
 
 _WINDOWS: Final = (2, 4, 8, 16, 64, 256, 1024)
 
@@ -43,8 +42,8 @@ class RequestCutter:
 
     Args:
         whole: the failing test as a program without steps: breach, backend, profile, workers, index.
-        recorded: what was asked of the workers, in order.
-        around: numbers of events where the cause may be, the likeliest first.
+        recorded: the operations on the workers, in order.
+        around: numbers of events near which the cause may be, the likeliest first.
         replayer: replays programs.
 
     Attributes:
@@ -69,11 +68,11 @@ class RequestCutter:
         """Search.
 
         Raises:
-            NotReduced: nothing was found that breaks the rule again.
+            NotReduced: no program was found that breaks the rule again.
         """
         try:
             self._start()
-            self._make_plain()  # now already: should the search end early, this much is done
+            self._make_plain()  # early, in case the search ends at its limit
             before = None
             while before != (before := self._weight()):
                 for shorten in (
@@ -98,11 +97,11 @@ class RequestCutter:
         return self.best.replace(complete=True)
 
     def _attempt(self, operations: Sequence[Operation] | None = None, **fields: Any) -> bool:
-        """Whether it breaks the rule with these operations, or in another world; then it is what is cut next."""
+        """Whether the program breaks the rule with these operations or fields; if so, it is reduced next."""
         program = self._now.replace(**fields)
         if operations is not None:
             program = program.replace(steps=tuple(operations))
-        # Nothing may raise in the end. What raises is cut by itself: it has done nothing, or it is the fault.
+        # In the best program no operation may raise; later reduction leaves out those that do.
         if not program.steps or not self._replayer.breaks(program):
             return False
         self._now = program
@@ -128,7 +127,7 @@ class RequestCutter:
         raise NotReduced("replayed, the requests do not break the rule again")
 
     def _parts(self) -> Iterator[tuple[Sequence[Operation], int]]:
-        """Parts of the operations, and the size of a cache for each, from the cheapest to the whole."""
+        """Yield parts of the operations, each with a cache size, from the cheapest part to all operations."""
         given = self._now.profile.num_blocks
         done = 0
         for window in _WINDOWS:
@@ -142,7 +141,7 @@ class RequestCutter:
             yield [self._in_blocks(step) for step, _ in self._recorded], given
 
     def _windows(self, requests: int) -> Iterator[Sequence[Operation]]:
-        """`requests` requests, with all that belongs to them, around each of the places and at the end."""
+        """Yield `requests` requests with all their operations, around each of the places and at the end."""
         named = [(_request(step), step, at) for step, at in self._recorded]
         prefills = [(step.name, at) for step, at in self._recorded if isinstance(step, Asked)]
         numbers = [name for name, _ in prefills]
@@ -158,7 +157,7 @@ class RequestCutter:
                 own = [at for name, _, at in named if name in wanted]
                 first, last = own[0], own[-1]
                 submitted = [step for step, _ in self._recorded if isinstance(step, Submit) and step.name in wanted]
-                if submitted:  # their passes may come long after them
+                if submitted:  # their passes may come much later
                     passes = {i for i, (step, at) in enumerate(self._recorded) if _engine(step) and at >= first}
                     chosen_steps = [
                         step
@@ -171,7 +170,7 @@ class RequestCutter:
                 yield [step for name, step, at in named if name in wanted or (name is None and first <= at <= last)]
 
     def _in_blocks(self, step: Operation) -> Operation:
-        """An operation with the tokens of its prompt as blocks, and what is left over."""
+        """Return an operation with the tokens of its prompt split into blocks and a tail."""
         if not isinstance(step, Asked) or not isinstance(step.tail, tuple):
             return step
         tokens, size = step.tail, self._size
@@ -179,19 +178,19 @@ class RequestCutter:
         return replace(step, blocks=tuple(tokens[i : i + size] for i in range(0, whole, size)), tail=tokens[whole:])
 
     def _blocks(self, asked: Asked) -> int:
-        """Blocks that a request holds in the end, at most."""
+        """Return the maximum number of blocks that a request holds at its end."""
         output = asked.output_tokens if isinstance(asked, Submit) else self._decoded.get(asked.name, 0)
         return len(asked.blocks) + 1 + output // self._size
 
     # --------------------------------------------------------------------------------------------- shortening
 
     def _one_run(self) -> None:
-        """Have engines run once, when they have been given everything."""
+        """Let each engine run only once, after all requests were submitted."""
         if any(map(_engine, self._steps)) and (steps := _with_one_run(self._steps)) != [*self._steps]:
             self._attempt(steps)
 
     def _fewer_requests(self) -> None:
-        """Leave out whole requests, and what belongs to none."""
+        """Leave out complete requests, and operations that belong to no request."""
         units: dict[object, list[int]] = {}
         for i, step in enumerate(self._steps):
             units.setdefault(_request(step) or ("alone", i), []).append(i)
@@ -203,14 +202,14 @@ class RequestCutter:
         minimal([*units.values()], lambda units: self._attempt(of(units)))
 
     def _fewer_operations(self) -> None:
-        """Leave out single operations; the end of a request is none."""
+        """Leave out single operations, except the start and the end of a request."""
         steps = self._steps
         fixed = {i for i, step in enumerate(steps) if isinstance(step, Prefill | Submit | Finish)}
         loose = [i for i in range(len(steps)) if i not in fixed]
         minimal(loose, lambda kept: self._attempt([steps[i] for i in sorted(fixed.union(kept))]))
 
     def _smaller_cache(self) -> None:
-        """Take fewer blocks, with the prompts as they are, or cut to what fits."""
+        """Reduce the number of blocks, with unchanged prompts or with prompts cut to the cache."""
         steps = self._steps
         for num_blocks in sizes(self._now.profile.num_blocks):
             profile = self._now.profile.replace(num_blocks=num_blocks)
@@ -221,7 +220,7 @@ class RequestCutter:
                     return
 
     def _simpler_tiers(self) -> None:
-        """Take no tiers, or a smaller host, and what is default of the rest."""
+        """Remove the tiers, or use a smaller host, with defaults for the other fields."""
         tiers = self._now.profile.tiers
         if tiers is None:
             return
@@ -237,7 +236,7 @@ class RequestCutter:
                     return
 
     def _fewer_blocks(self) -> None:
-        """Leave out blocks, each from all prompts, so that what was shared stays shared."""
+        """Leave out blocks, each from all prompts, so that shared prefixes stay shared."""
         steps = self._steps
         named = [*dict.fromkeys(b for step in steps if isinstance(step, Asked) for b in step.blocks)]
 
@@ -265,7 +264,7 @@ class RequestCutter:
                     break
 
     def _fewer_steps(self) -> None:
-        """Decode less: the least of some counts that does; and ask no more of an engine than is needed."""
+        """Decode fewer tokens, and simplify the other operations."""
         for i in range(len(self._steps)):
             for less in self._steps[i].simpler():
                 if self._attempt(self._changed(i, less)):
@@ -273,7 +272,7 @@ class RequestCutter:
             self._plainer(i)
 
     def _plainer(self, i: int) -> None:
-        """Leave out what an operation has by default, and what its prompt carries in addition to tokens."""
+        """Reset optional fields of an operation, and leave out what its prompt carries in addition to tokens."""
         for name in self._steps[i].optional:
             step = self._steps[i]
             if name in step.changed:
@@ -281,7 +280,7 @@ class RequestCutter:
         self._fewer_keys(i)
 
     def _fewer_keys(self, i: int) -> None:
-        """Leave out single keys of what a prompt carries, then single multimodal items."""
+        """Leave out single keys of a prompt, then single multimodal items."""
         step = self._steps[i]
         if not isinstance(step, Asked) or step.keys is None:
             return
@@ -292,14 +291,14 @@ class RequestCutter:
             keys = self._with_keys(i, keys, multimodal=tuple(each for each in keys.multimodal if each != item))
 
     def _with_keys(self, i: int, keys: PromptKeys, **fewer: Any) -> PromptKeys:
-        """The keys of an operation with less in them, if it breaks the rule so too; else as they were."""
+        """Return the keys with fewer entries if the program then still breaks the rule; else the unchanged keys."""
         less = replace(keys, **fewer)
         step = self._steps[i]
         assert isinstance(step, Asked)
         return less if self._attempt(self._changed(i, replace(step, keys=less))) else keys
 
     def _earlier(self) -> None:
-        """Have the first request of engines arrive at once, and the others as long after it as they did."""
+        """Let the first request of engines arrive at once, and shift the others by the same time."""
         arrivals = [s.arrival_ms for s in self._steps if isinstance(s, Submit) and s.arrival_ms is not None]
         if not arrivals or any(isinstance(step, Run) and step.until_ms is not None for step in self._steps):
             return
@@ -313,7 +312,7 @@ class RequestCutter:
         self._attempt(self._with_prompts(self._steps, shifted))
 
     def _one_after_another(self) -> None:
-        """Have requests finished before the next begins, where it does not matter: that reads as one line each."""
+        """Finish each request before the next begins, if the rule is still broken: each then needs only one line."""
         for name in [step.name for step in self._steps if isinstance(step, Prefill)]:
             own = [step for step in self._steps if _request(step) == name]
             start = self._steps.index(own[0])
@@ -326,7 +325,7 @@ class RequestCutter:
         return [*self._steps[:i], step, *self._steps[i + 1 :]]
 
     def _make_plain(self) -> None:
-        """Write it down with small numbers, and with less of the world, where it breaks the rule so too."""
+        """Use small numbers and a simpler setup, as far as the program still breaks the rule."""
         default = EngineProfile()
         for field in dataclasses.fields(EngineProfile):
             value = getattr(default, field.name)
@@ -369,12 +368,12 @@ class RequestCutter:
 
 
 def _request(step: Operation) -> Name | None:
-    """Which request an operation is about."""
+    """Return the request of an operation; None if it belongs to no request."""
     return step.name if isinstance(step, OnRequest) else None
 
 
 def _first(most: int, prefill: Asked) -> Asked:
-    """A prompt of at most `most` blocks; without its tail, where it has as many or more."""
+    """Return a prompt of at most `most` blocks, without its tail if it has at least `most`."""
     if len(prefill.blocks) < most:
         return prefill
     return replace(prefill, blocks=prefill.blocks[:most], tail=_no_tail(prefill))
@@ -385,12 +384,12 @@ def _no_tail(prefill: Asked) -> tuple[int, ...] | int | None:
 
 
 def _engine(step: Operation) -> StreamKey | None:
-    """The worker and rank whose engine an operation has run passes."""
+    """Return the worker and rank whose engine runs passes in an operation; None for other operations."""
     return (step.worker, step.rank) if isinstance(step, RunPasses | Run) else None
 
 
 def _with_one_run(steps: Sequence[Operation]) -> list[Operation]:
-    """The steps with the passes of each engine as one run to the end."""
+    """Return the steps with the passes of each engine replaced by one run at the end."""
     engines = dict.fromkeys((step.worker, step.rank) for step in steps if isinstance(step, Submit | RunPasses | Run))
     return [*(step for step in steps if not _engine(step)), *(Run(None, *key) for key in engines)]
 

@@ -1,7 +1,7 @@
-"""The search for a smaller thing that fails: removal of halves, quarters, ... and then one by one.
+"""The search for a smaller failing input: it removes halves, quarters, ... and then single items.
 
-After Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input" (ddmin), by complements alone. It reads
-no clock: its limit is counted in replayed steps, and a caller with a clock passes a callable.
+After Zeller and Hildebrandt, "Simplifying and Isolating Failure-Inducing Input" (ddmin), only with complements. The
+search reads no clock: its limit is a number of replayed steps, and a caller can pass a callable that reads a clock.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ class Spent(Exception):  # noqa: N818 - no error: the search ends with what it h
 
 
 class Budget:
-    """How much a search may replay.
+    """The limit of a search.
 
     Args:
-        work: how many steps, over all replays.
-        expired: asked before each step; True ends the search.
+        work: maximum number of steps over all replays.
+        expired: called before each step; True ends the search.
 
     Attributes:
-        used: steps so far.
-        replays: replays so far.
+        used: number of steps so far.
+        replays: number of replays so far.
     """
 
     def __init__(self, work: int, expired: Callable[[], bool] | None = None) -> None:
@@ -35,10 +35,10 @@ class Budget:
         self._expired = expired
 
     def spend(self, steps: int = 1) -> None:
-        """Pay for one step, or for `steps`.
+        """Count one step, or `steps`.
 
         Raises:
-            Spent: there is nothing left.
+            Spent: the budget is used up.
         """
         self.used += steps
         if self.is_spent:
@@ -46,19 +46,19 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether there is nothing left."""
+        """Whether the budget is used up."""
         return self.used > self._work or (self._expired is not None and self._expired())
 
 
 def minimal(items: Sequence[T], attempt: Callable[[Sequence[T]], bool]) -> Sequence[T]:
-    """Remove what can be removed, from the end to the start, until no single item can.
+    """Remove items, from the end to the start, until no single item can be removed.
 
     Args:
-        items: what fails now.
-        attempt: whether this part of them fails too; what it accepts is what is tried to be cut next.
+        items: items that fail together.
+        attempt: returns whether a part of them also fails; the search continues with each accepted part.
 
     Returns:
-        A part of which no single item can be removed.
+        A failing part from which no single item can be removed.
     """
     size = max(1, len(items) // 2)
     while True:

@@ -1,8 +1,8 @@
 """What ledger, reference index and index under test held after each event of a failed test, rebuilt from its journal.
 
-Theory of operation. Nothing is kept while a test runs: after it, a ledger, a reference index and an index like the one
-under test take the entries of its journal again, as far as is wanted. Around the problem they are looked at after each
-event, and what came and went is noted, so that a state is what stood at the first look and the changes up to it.
+Theory of operation. Nothing is kept while a test runs. After it, a new ledger, a new reference index and a new index
+like the one under test take the entries of its journal again, as far as needed. Around the problem their blocks are
+read after each event, and the changes are recorded. So a state is the first snapshot plus the changes up to it.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
     from pytest_kvmock.harness import RouterHarness
 
 BEFORE: Final = 200
-"""How many events before the problem are stepped through."""
+"""Maximum number of steps (events) before the problem."""
 
 AFTER: Final = 50
-"""How many after it."""
+"""Maximum number of steps after the problem."""
 
 MOST_HELD: Final = 10_000
-"""How many blocks of all workers are shown; of more, those of the problem's worker."""
+"""Maximum number of shown blocks of all workers; if there are more, only those of the problem's worker are shown."""
 
 MOST_LOOKED: Final = 300_000
-"""How many blocks are looked at, over all steps and books; where many are held, fewer events are stepped through."""
+"""Maximum number of blocks that are read, over all steps and books; if many are held, there are fewer steps."""
 
 _LEAST: Final = 4
-"""How many events are stepped through in any case."""
+"""Minimum number of steps."""
 
 _Held: TypeAlias = set[tuple[int, int, str, int]]
 """(worker_id, dp_rank, tier, block hash)."""
@@ -51,17 +51,17 @@ def states(
     """Return what each book held around an event, as plain data.
 
     Args:
-        kv: the harness; it stays as it is.
+        kv: the harness; it does not change.
         position: the number of the event in the log, from 0.
-        worker: the worker and rank that published it.
-        expired: asked before each event; True ends the steps.
+        worker: the worker that published it.
+        expired: called before each event; True ends the steps.
 
     Returns:
-        `first`, the number of the first event that is stepped through; `books`, the names of those that say what they
-        hold; `base`, by book what it held before that event, and `left_out`, the names of chains that no book holds
-        alone; `steps`, one an event: by book what came (`+`) and what went (`-`), `answers` for the prefix that the
-        event is about, and `left_out`; `held`, rows of [worker, tier, block], by the texts of messages, which books
-        name by their number; `parents`, by block; `notes`.
+        `first`: the number of the first step's event; `books`: the names of the books that show their blocks; `base`:
+        by book, the blocks before that event; `left_out`: the text for chains on which the books do not differ;
+        `steps`: for each event, by book, the added (`+`) and removed (`-`) blocks, `answers` for the event's prefix,
+        and `left_out`; `held`: rows of [worker, tier, block] as texts of messages, which books reference by number;
+        `parents`: by block; `notes`.
     """
 
     def rebuild(is_over: Callable[[], bool] | None) -> dict[str, Any]:
@@ -81,7 +81,7 @@ def states(
             "notes": [why],
         }
     with long_run():
-        # Only an async index needs a loop, and that a thread: the caller's may run one already.
+        # Only an async index needs an event loop, in a separate thread: the caller's thread may already run one.
         return in_a_thread(rebuild, expired) if kv.inside.is_async else _Replay(kv, position, worker, expired).run()
 
 
@@ -116,7 +116,7 @@ class _Replay:
             self._notes.append(f"{self._index.name} has no dump_events: its answers are shown, and not what it holds.")
 
     def _second(self) -> IndexUnderTest | None:
-        """An index like the one under test, empty; None, and a note, where there cannot be one."""
+        """Return an empty index like the one under test; None, with a note, if none can be made."""
         kv = self._kv
         try:
             make = MakeIndex(kv.index, kv.profile, is_async=kv.inside.is_async)
@@ -129,7 +129,7 @@ class _Replay:
         return None
 
     def run(self) -> dict[str, Any]:
-        """Take the journal, and look after each event from the first on that is wanted."""
+        """Take the journal, and record the changes after each event from the first step."""
         held: dict[str, _Held] | None = None
         base: dict[str, list[int]] = {}
         steps: list[dict[str, Any]] = []
@@ -140,7 +140,7 @@ class _Replay:
                 position += 1
                 if position > self._last:
                     break
-                # From the first look to the problem there are few steps, and these are what the page is for.
+                # The steps up to the problem are never cut: they are few, and the page needs them.
                 if not self._first <= position <= self._position and self._expired():
                     self._notes.append(f"The steps end before entry {position} of the log: they took too long.")
                     break
@@ -154,7 +154,7 @@ class _Replay:
                         )
                         held = self._look()
                     if self._narrow(looked_at):
-                        held = None  # it begins later
+                        held = None  # the steps begin later
                     else:
                         base = {book: self._shown(each) for book, each in held.items()}
             self._take(entry)
@@ -186,9 +186,7 @@ class _Replay:
         return [numbers.setdefault(each, len(numbers)) for each in sorted(held)]
 
     def _narrow(self, held: int) -> bool:
-        """Step through fewer events, where more is held than can be looked at so often; whether the first of them
-        comes later.
-        """
+        """Reduce the number of steps if many blocks are held; return whether the first step then comes later."""
         looks, first = max(_LEAST, MOST_LOOKED // max(1, held)), self._first
         if looks < self._last - first:
             self._first = max(first, self._position - looks * 4 // 5)
@@ -202,9 +200,9 @@ class _Replay:
             data = entry.event.data
             if isinstance(data, Stored):
                 self._parents.update(zip(data.block_hashes, (data.parent_hash, *data.block_hashes), strict=False))
-            if entry.key in self._watched:  # no index was given it
+            if entry.key in self._watched:  # no index got the event
                 return
-            with suppress(RadixIndexError):  # the ledger has found it
+            with suppress(RadixIndexError):  # the ledger has found the problem
                 self._reference.apply(ledger.uncounted(entry))
             if self._index is not None:
                 self._call(self._index.apply, entry)
@@ -221,7 +219,7 @@ class _Replay:
                     self._call(call, of)
 
     def _call(self, function: Any, *arguments: Any) -> Any:
-        """Call the index under test; None where it raises, which the test has shown."""
+        """Call the index under test; return None if it raises, as the test has already shown this."""
         try:
             answer = function(*arguments)
             return answer if self._runner is None or not isawaitable(answer) else self._runner.run(_awaited(answer))
@@ -231,7 +229,7 @@ class _Replay:
     # ------------------------------------------------------------------------------------------------------- looks
 
     def _look(self) -> dict[str, _Held]:
-        """What each book holds now."""
+        """Return the blocks that each book holds now."""
         found: _Held = set()
         for (worker, rank), stream in self._ledger.streams.items():
             if self._only not in (None, worker):
@@ -255,7 +253,7 @@ class _Replay:
         return {book: {each for each in held if each[0] == self._only} for book, held in books.items()}
 
     def _answers(self, event: RouterEvent) -> dict[str, Any] | None:
-        """What the reference and the index under test answer for the prefix that an event is about."""
+        """Return the answers of the reference and of the index under test for the prefix of an event."""
         data = event.event.data
         if not isinstance(data, Stored | Removed) or not data.block_hashes:
             return None
@@ -263,7 +261,7 @@ class _Replay:
         block = data.block_hashes[-1] if isinstance(data, Stored) else data.block_hashes[0]
         try:
             chain = stream.read_chain(block, with_tokens=True)
-        except KeyError:  # it was never stored
+        except KeyError:  # the block was never stored
             return None
         out: dict[str, Any] = {
             "block": block_text(block),
@@ -288,8 +286,8 @@ class _Replay:
 
 
 def _left_out(books: Collection[str], answers: Mapping[str, Any] | None = None) -> str:
-    """What chains are called that no book holds alone: "all agree" only where the index has a book, and answers by
-    it.
+    """Return the text for chains on which the books do not differ; "all agree" only if the index has a book and its
+    answers match the reference.
     """
     if answers is not None and answers["differ"]:
         return "which the books hold alike, though the answers above differ"
@@ -301,7 +299,7 @@ async def _awaited(answer: Any) -> Any:
 
 
 def _dumped(events: Iterable[Any]) -> _Held:
-    """What the events of a dump store."""
+    """Return the blocks that the events of a dump store."""
     found: _Held = set()
     for event in events:
         inner = event.event
@@ -315,5 +313,5 @@ def _scores(scores: Any) -> dict[str, int]:
 
 
 def worker_name(worker: int, rank: int) -> str:
-    """What a page calls a worker and rank."""
+    """Return the name of a worker and rank on a page."""
     return f"{worker}.{rank}" if rank else str(worker)

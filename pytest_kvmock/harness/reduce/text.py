@@ -1,4 +1,4 @@
-"""Events as Python: the calls of a sink, or of `apply`, by which they arrive."""
+"""Events as Python code: the calls of a sink, or of `apply`, that publish them."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 
 _ANY_BLOCK: Final = "Stored(None, (block,), (block,))"
 _ALIKE: Final = 6
-"""From how many on, events that differ by their block alone, one higher each, are written as one."""
+"""Minimum number of events with consecutive blocks, and no other difference, that are written as one loop."""
 
 
 def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_each: str | None = None) -> Iterator[str]:
-    """The lines that deliver events, remove workers and lose batches.
+    """Yield the lines that deliver events, remove workers and lose batches.
 
     Args:
-        steps: the events, `NoEvent` among them.
-        sinks: how many sinks there are; the first is worker 2**16.
-        with_ids: whether the ids of the events are written; if not, they count from 0.
-        after_each: a line that comes after each of them; each is then a line by itself.
+        steps: the events and `NoEvent` steps.
+        sinks: number of sinks; the first is worker 2**16.
+        with_ids: whether the ids of the events are written; False: they count from 0.
+        after_each: a line that follows each step; each step is then a separate line.
     """
     if after_each is not None:
         for step in steps:
@@ -67,7 +67,7 @@ def event_lines(steps: Iterable[object], *, sinks: int, with_ids: bool, after_ea
 
 
 def _alike(events: Sequence[RouterEvent], *, with_ids: bool) -> Iterator[Sequence[RouterEvent]]:
-    """Events one by one, but runs of those that store one root block each, one higher than the one before, together."""
+    """Yield single events, and runs of events that each store one root block, each block one higher than the last."""
     start = 0
     while start < len(events):
         first = events[start].event.data
@@ -83,14 +83,14 @@ def _alike(events: Sequence[RouterEvent], *, with_ids: bool) -> Iterator[Sequenc
 
 
 def _is_plain(event: RouterEvent, block: int) -> bool:
-    """Whether an event is a stored root block and nothing else, in a sink on its first rank."""
+    """Whether an event only stores one root block on the device, and, in a sink, on rank 0."""
     rank = event.event.dp_rank if event.worker_id >= FIRST_SINK_WORKER else 0
     plain = (Stored(None, (block,), (block,)), StorageTier.DEVICE, None, None, 0)
     return plain == (event.event.data, event.storage_tier, event.token_ids, event.extra, rank)
 
 
 def _blocks(run: Sequence[RouterEvent]) -> str:
-    """The blocks of events that are alike, as a range."""
+    """Return the blocks of a run of events as a range."""
     first, last = (event.event.data for event in (run[0], run[-1]))
     assert isinstance(first, Stored)
     assert isinstance(last, Stored)
@@ -98,7 +98,7 @@ def _blocks(run: Sequence[RouterEvent]) -> str:
 
 
 def sink_name(worker_id: int, sinks: int) -> str:
-    """The name of a sink that is one of `sinks`."""
+    """Return the name of one of `sinks` sinks."""
     return "sink" if sinks == 1 else f"sink{worker_id - FIRST_SINK_WORKER + 1}"
 
 
@@ -125,7 +125,7 @@ def _batches_lost(step: BatchesLost, sinks: int) -> str:
 
 
 def _call(step: RouterEvent, *, with_ids: bool) -> str:
-    """The arguments that a sink is called with."""
+    """Return the arguments of a sink's call."""
     text = _data(step.event.data)
     if with_ids or step.event.dp_rank:
         text = _with_id(step, text)
@@ -139,7 +139,7 @@ def _call(step: RouterEvent, *, with_ids: bool) -> str:
 
 
 def _applied(step: RouterEvent, *, with_ids: bool) -> str:
-    """The arguments that `apply` is called with."""
+    """Return the text of an event as an argument of `apply`."""
     text = _data(step.event.data)
     has_more = step.storage_tier is not StorageTier.DEVICE or step.token_ids is not None or step.extra is not None
     if not with_ids and not has_more:
@@ -167,7 +167,7 @@ def _tokens(step: RouterEvent) -> str:
 
 def _extra(step: RouterEvent) -> str:
     extra = dict(step.extra or {})
-    if "extra_keys" in extra:  # a list, as `literal` has a rule for tuples
+    if "extra_keys" in extra:  # a tuple, as `literal` has a rule for tuples
         extra["extra_keys"] = tuple(extra["extra_keys"])
     return literal(extra)
 

@@ -44,7 +44,7 @@ def doubled(event: RouterEvent) -> list[RouterEvent]:
 
 
 def wrong_parent(rng: Random, parent: int | None = None) -> Change:
-    """Make the change that gives a Stored this parent, or a block that was never stored."""
+    """Make the change that gives a Stored this parent; None: one that was never stored."""
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data = event.event.data
@@ -64,29 +64,25 @@ def self_parent(event: RouterEvent) -> list[RouterEvent] | None:
 
 
 def _needs_parent(event: RouterEvent) -> bool:
-    """Whether the parent of a Stored must be held: nothing hangs on that of a sparse one, nor in a sparse group."""
+    """Whether the parent of a Stored must be held; a sparse Stored, or one of a sparse group, does not need it."""
     return not isinstance(event.event.data, SparseStored) and is_attention_group(event.extra)
 
 
 def unknown_removed(rng: Random) -> Change:
-    """Make the change that adds to a Removed a block that was never stored before its own blocks, and one behind
-    them.
-    """
+    """Make the change that adds two blocks that were never stored to a Removed: one first, one last."""
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         data = event.event.data
         if not isinstance(data, Removed):
             return None
-        last = rng.getrandbits(64)  # the other is its complement: a seed draws what it drew before
+        last = rng.getrandbits(64)  # the first is its complement: one draw keeps the results of older seeds
         return [_with(event, Removed((last ^ _U64, *data.block_hashes, last)))]
 
     return change
 
 
 def foreign(receiver: Callable[[StreamKey], StreamKey | None]) -> Change:
-    """Make the change that moves an event to another worker and rank, which `receiver` chooses by those of the
-    event.
-    """
+    """Make the change that moves an event to the worker and rank that `receiver` returns for the event's own."""
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
         to = receiver((event.worker_id, event.event.dp_rank))
@@ -98,7 +94,7 @@ def foreign(receiver: Callable[[StreamKey], StreamKey | None]) -> Change:
 
 
 def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) -> Change:
-    """Make the change that hashes with a salt. Blocks that came without tokens, one list a block, stay as they are."""
+    """Make the change that hashes with a salt. Events without one list of token ids for each block do not change."""
     names: dict[tuple[StreamKey, int], int] = {}
 
     def change(event: RouterEvent) -> list[RouterEvent] | None:
@@ -118,7 +114,7 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
         try:
             local = block_hashes(flat, block_size, lora_name=lora_name, cache_namespace=cache_namespace)
         except (TypeError, ValueError):
-            return None  # the tokens of a user's own event are not tokens
+            return None  # a user's own event has invalid tokens
         blocks = tuple(sequence_hashes(local, parent=None if parent is None else parent & _U64))
         if min(data.block_hashes, default=0) < 0:
             blocks = tuple(map(_i64, blocks))
@@ -129,9 +125,9 @@ def salted(block_size: int, lora_name: str | None, cache_namespace: str | None) 
 
 
 def signed(event: RouterEvent) -> list[RouterEvent] | None:
-    """Read the hashes of blocks as i64: those from 2**63 on are negative. Such an event is not a valid `RouterEvent`.
+    """Read block hashes as i64: those from 2**63 on become negative. The result is not a valid `RouterEvent`.
 
-    Local hashes are the router's own, and stay.
+    Local hashes are computed by the router, so they do not change.
     """
     data = event.event.data
     if isinstance(data, Stored):
@@ -145,7 +141,7 @@ def signed(event: RouterEvent) -> list[RouterEvent] | None:
 
 
 def named(event: RouterEvent) -> set[int]:
-    """The blocks that an event names, a parent too."""
+    """Return the blocks that an event names, including a parent."""
     data = event.event.data
     if isinstance(data, Cleared):
         return set()

@@ -18,15 +18,15 @@ if TYPE_CHECKING:
 
 
 class Fault:
-    """A scripted fault, which is injected into the events that match it. As a context manager it ends on leaving.
+    """A scripted fault. It is injected into the events that match it. As a context manager it ends with the block.
 
-    An unused fault fails the test: then, or at the end of the test, it is an error that it was injected less often than
-    asked for. `stop` ends it before, without that check.
+    An unused fault fails the test: at the end of the block or of the test, fewer injections than requested are an
+    error. `stop` ends the fault early, without that check.
 
     Attributes:
         kind: the name of the fault: "lose", "double", ...
-        left: into how many more events it is to be injected; None: every one.
-        injected: into how many it was injected.
+        left: number of events that it is still to be injected into; None: every event.
+        injected: number of events that it was injected into.
     """
 
     def __init__(
@@ -65,11 +65,11 @@ class Fault:
         return arriving
 
     def stop(self) -> None:
-        """End the fault, whether or not it was injected as often as asked for."""
+        """End the fault, even if it was injected less often than requested."""
         self._end(self)
 
     def unmet(self) -> str | None:
-        """The message if the fault was injected less often than asked for; None if it was not."""
+        """Return the message if the fault was injected less often than requested, else None."""
         if self.left == 0 or (self.left is None and self.injected):
             return None
         if not self.injected:
@@ -82,7 +82,7 @@ class Fault:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        __tracebackhide__ = True  # the traceback of a failure then shows the test
+        __tracebackhide__ = True  # so that the traceback of a failure shows the test
         self.stop()
         unmet = self.unmet()
         if unmet is not None and kind is None:
@@ -90,9 +90,7 @@ class Fault:
 
 
 class DoneAtOnce:
-    """What a method of `Faults` returns that has done all it does: it is not a context manager, and says so where it is
-    taken for one.
-    """
+    """The result of a method of `Faults` that has taken effect when it returns; using it with `with` is an error."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -101,7 +99,7 @@ class DoneAtOnce:
         return f"<kv_harness.faults.{self._name}: done>"
 
     def __enter__(self) -> NoReturn:
-        __tracebackhide__ = True  # as above
+        __tracebackhide__ = True  # see `Fault.__exit__`
         blocks = ", ".join(kind.name for kind in FAULTS.values() if kind.is_block)
         calls = ", ".join((*(kind.name for kind in FAULTS.values() if not kind.is_block), "survive", "at_random"))
         raise TypeError(
@@ -112,16 +110,15 @@ class DoneAtOnce:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Never called, as `__enter__` raises; without it Python would not get to `__enter__`."""
+        """Never called, as `__enter__` raises. Without it Python would not call `__enter__`."""
 
 
 class RandomFault:
-    """A fault that is injected at random, at a rate, by a seed of its own: other faults do not change into which
-    events.
+    """A fault that is injected at random, at a rate. It has its own seed, so other faults do not change its events.
 
     Attributes:
         kind: the name of the fault.
-        is_unused: whether it has a rate above 0, and was injected into no event so far.
+        is_unused: whether it has a rate above 0 and was not injected yet.
     """
 
     def __init__(self, kind: str, rate: float, change: Change, rng: Random, *, late_by: int = 0) -> None:
@@ -141,7 +138,7 @@ class RandomFault:
 
 
 def wanted(kind: str | None, worker_id: int | None, dp_rank: int | None) -> Callable[[RouterEvent], bool]:
-    """Make a filter of events, by kind, worker and rank; None is any."""
+    """Make a filter of events by kind, worker and rank; None matches any."""
 
     def wants(event: RouterEvent) -> bool:
         return (

@@ -1,7 +1,7 @@
 """The injector of faults: between a worker that publishes and the judge that receives, and before the index under test.
 
-It is a pure stage: it takes events, and returns deliveries and a record of what a fault did. It keeps its faults and
-the events that they hold back, and has no record of held blocks.
+It takes events, and returns deliveries and a record of what a fault did. Its state is its faults and the events that
+they delay; it keeps no record of held blocks.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pytest_kvmock.values.events import Cleared, RouterEvent, StreamKey
 
 
 class _Held:
-    """A delivery that is held back, and after how many more events of its worker and rank it arrives."""
+    """A delayed delivery, and the number of events of its worker and rank after which it arrives."""
 
     __slots__ = ("delivery", "left")
 
@@ -25,12 +25,12 @@ class _Held:
 
 
 class FaultInjector:
-    """Injects faults into what workers publish.
+    """Injects faults into published events.
 
     Attributes:
-        armed: scripted faults, in the order in which they were asked for.
-        random: faults at random; they get the events that no scripted one takes.
-        of_index_input: faults that change only what the index under test is given.
+        armed: scripted faults, in the order of the calls.
+        random: random faults; they get the events that no scripted fault takes.
+        of_index_input: faults that change only the input of the index under test.
         survived: the faults that the router must survive.
     """
 
@@ -51,8 +51,8 @@ class FaultInjector:
             sent: the published event.
 
         Returns:
-            The record of the fault, if there was one; and what arrives now, in order: the event, once or more or not at
-            all, then those that were held back until now.
+            The record of the fault, if there was one; and the deliveries that arrive now, in order: those of the event
+            (none, one or more), then the delayed events that are due.
         """
         event, own = sent.event, sent.key
         due = [held for held in self._held if held.delivery.key == own]
@@ -104,7 +104,7 @@ class FaultInjector:
         Args:
             kind: the fault's name.
             own: the worker and rank of the stream that it changed.
-            *events: the event that it changed, then what arrives in its place; none: it acts on the worker itself.
+            *events: the event that it changed, then what arrives in its place; empty if it acts on the worker itself.
             keys: every other stream that it changed.
             missing: see `Injection`.
             late: see `Injection`.
@@ -126,9 +126,7 @@ class FaultInjector:
         )
 
     def filter_index_input(self, event: RouterEvent) -> tuple[Injection | None, RouterEvent]:
-        """Return the record of a fault in the input of the index under test, if there was one, and what the index is
-        given.
-        """
+        """Return the record of a fault in the input of the index under test, if any, and the event that it is given."""
         for fault in self.of_index_input:
             given = fault.inject(event)
             if given is not None:

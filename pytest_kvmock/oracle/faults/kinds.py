@@ -1,4 +1,4 @@
-"""The faults: their names, what each does, and which of them can strike at random."""
+"""The faults: their names, what each does, and which of them can be injected at random."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ class FaultKind:
     Attributes:
         name: the name of the fault, as a method of `Faults`, in markers and in messages.
         does: what it does, in one sentence.
-        has_rate: it can strike at random, at a rate.
-        can_be_survived: a router can recover from it.
-        is_block: it lasts until it is stopped, or for a `with` block; False: it has happened when its method returns.
+        has_rate: whether it can be injected at random, at a rate.
+        can_be_survived: whether a router can recover from it.
+        is_block: whether it lasts until it is stopped, or for a `with` block; False: it has taken effect when its
+            method returns.
     """
 
     name: str
@@ -74,10 +75,10 @@ FAULTS: Final[Mapping[str, FaultKind]] = MappingProxyType(
 
 
 def check_rates(value: object) -> dict[str, float]:
-    """Read the rates of faults at random: by name, how often each strikes an event, from 0 to 1.
+    """Read the rates of random faults: by name, the probability that an event gets the fault, from 0 to 1.
 
     Raises:
-        ValueError: it is not a mapping, an unknown fault, one without a rate, or a rate out of range.
+        ValueError: not a mapping, an unknown fault, a fault that has no rate, or a rate out of range.
     """
     if not isinstance(value, Mapping):
         raise ValueError(f"got {value!r:.80}; allowed: a mapping of faults to rates")  # noqa: TRY004 - one family of errors
@@ -100,10 +101,10 @@ def check_survived(value: object, where: str = "") -> tuple[str, ...]:
 
     Args:
         value: the argument.
-        where: the beginning of a message: "survive: ".
+        where: the beginning of a message, such as "survive: ".
 
     Raises:
-        ValueError: they are not names, an unknown fault, or one that no router can survive.
+        ValueError: not names, an unknown fault, or a fault that no router can survive.
     """
     names = (value,) if isinstance(value, str) else value
     if not isinstance(names, Iterable) or isinstance(names, Mapping):
@@ -119,10 +120,10 @@ def check_survived(value: object, where: str = "") -> tuple[str, ...]:
 
 
 def check_fault(name: object) -> str:
-    """Return `name` if a fault has it.
+    """Return `name` if it is the name of a fault.
 
     Raises:
-        ValueError: no fault has it; the message lists the faults.
+        ValueError: it is not; the message lists the faults.
     """
     if not isinstance(name, str) or name not in FAULTS:
         raise ValueError(unknown_text("fault", name, FAULTS))

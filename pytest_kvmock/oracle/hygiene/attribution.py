@@ -1,6 +1,6 @@
 """Attribution: separates problems that workers cause from results of faults that a test injected.
 
-Theory of operation. From the first fault on, a second ledger takes the events as workers published them. A problem that
+Theory of operation. From the first fault on, a second ledger takes the events as published. A problem that
 both ledgers find is real: it would be found without the fault, and is never listed under one. A problem that only the
 ledger of arrived events finds is a result of a fault. The injection is found by the missing ids, by the changed event,
 or else by the rule of `Injections`.
@@ -20,7 +20,7 @@ from pytest_kvmock.values.events import StreamKey
 
 
 class Attribution:
-    """Separates real problems from the results of injected faults, and finds the fault of each.
+    """Separates real problems from the results of injected faults, and finds the fault that caused each result.
 
     Args:
         arrived: the ledger of the events that arrived.
@@ -29,7 +29,7 @@ class Attribution:
 
     Attributes:
         injections: the injections of faults, in order.
-        mismatched: workers that are themselves a fault, with its injection; each problem of their events is a result of
+        mismatched: workers that are a fault themselves, with its injection; each problem of their events results from
             it.
     """
 
@@ -63,12 +63,12 @@ class Attribution:
             self._of(each).add(injection, emptied, recovered=injection.whole)
 
     def index_input_changed(self, key: StreamKey, injection: Injection) -> None:
-        """Record that the index under test received another event than the one that arrived."""
+        """Record that the index under test received a different event from the one that arrived."""
         self.injections.append(injection)
         self._of_index_input.setdefault(key, Injections()).add(injection)
 
     def released(self, injection: Injection, emptied: Collection[int] = ()) -> None:
-        """Record the arrival of an event that a fault held back; see `injected`."""
+        """Record the arrival of an event that a fault delayed; see `injected`."""
         waiting = self._missing.get((injection.worker_id, injection.dp_rank), [])
         if injection in waiting:
             waiting.remove(injection)
@@ -93,15 +93,15 @@ class Attribution:
             problem.stand()
 
     def recovered(self, key: StreamKey, ids: range) -> None:
-        """Record that the router has asked a worker and rank for these event ids, and has every event from the first of
-        them on.
+        """Record that the router asked a worker and rank for these event ids, and now has all events from the first
+        of them on.
         """
         self._of(key).recover_ids(key, ids)
         missing = self._missing.get(key, [])
         self._missing[key] = [injection for injection in missing if injection.event_id not in ids]
 
     def begin_anew(self, key: StreamKey) -> None:
-        """Drop the injections into a worker and rank that restarts, announced, or that the router removes."""
+        """Drop the injections into a worker and rank after an announced restart or its removal from the router."""
         for of_streams in (self._missing, self._of_streams, self._of_index_input):
             of_streams.pop(key, None)
 
@@ -111,8 +111,7 @@ class Attribution:
     # ----------------------------------------------------------------------------------------- classifying
 
     def classify(self, problems: Iterable[Problem], real: Sequence[Problem], delivery: Delivery | None = None) -> None:
-        """Set the injected fault of each problem that is a result of one, and stop listing real problems under such
-        problems.
+        """Set the fault of each problem that results from one, and stop listing real problems under such problems.
 
         Args:
             problems: the problems of the arrived events, causes before their consequences.
@@ -141,19 +140,17 @@ class Attribution:
                 problem.follows_from(self._twins[twin.cause])
             return
         stream = self._published.streams.get(key)
-        # It may have been reported before.
+        # The ledger of published events may have reported it before.
         if problem.rule == OVER_CAPACITY and stream is not None and problem.storage_tier in stream.overfull:
             problem.stand()
             return
         problem.fault = self.mismatched.get(key) or self._attribute(problem, key, arriving)
         cause = problem.cause
-        if cause is not None and cause.excused and not problem.excused:  # its own fault need not be survived
+        if cause is not None and cause.excused and not problem.excused:  # the router need not survive its own fault
             problem.stand()
 
     def _stands_by_fault(self, problem: Problem, twin: Problem) -> bool:
-        """Whether a problem stands by itself only because a fault hid the engine's own warning under which it
-        belongs.
-        """
+        """Whether a problem stands by itself only because a fault hid the engine's warning that is its cause."""
         warning = twin.cause
         is_hidden = warning is not None and not warning.is_error and warning not in self._twins
         return is_hidden and problem.cause is None
@@ -198,7 +195,8 @@ class Attribution:
         passed = [one for one in waiting if upto is None or (one.event_id is not None and one.event_id < upto)]
         for injection in passed:
             waiting.remove(injection)
-        holes = [ids for ids in self._arrived.streams[key].holes[-1:] if upto in (None, ids.stop)]  # none if backwards
+        # Empty if ids went backwards.
+        holes = [ids for ids in self._arrived.streams[key].holes[-1:] if upto in (None, ids.stop)]
         return next((one for one in passed if any(one.event_id in ids for ids in holes)), None)
 
 

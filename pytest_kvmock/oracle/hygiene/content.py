@@ -1,4 +1,4 @@
-"""Checks of a single Stored, without memory of the stream: own parent, hashes, tokens."""
+"""Checks of a single Stored, without memory of the stream: self-parents, hashes, tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.values.prompt_keys import EventExtra
 
 HAND_WRITTEN: Final = 2**16
-"""Smaller hashes are taken for numbers written by hand, as a hash function hardly ever returns one."""
+"""Smaller hashes are taken for numbers written by hand; a hash function hardly ever returns one."""
 
 MOST_PARENTS: Final = 2**18
 """Maximum number of tries per stream to find right parents: about a tenth of a second."""
@@ -33,7 +33,7 @@ class DynamoChain:
         block_size: int | None,
         extra: EventExtra | None = None,
     ) -> Sequence[int]:
-        """Return the names by the parent and the local hashes of a Stored."""
+        """Return the names that follow from the parent and the local hashes of a Stored."""
         own = own_blocks(data, token_ids, block_size, extra)
         if own is not None and own.hasher is None:
             return own.names
@@ -48,7 +48,7 @@ class DynamoChain:
         block_size: int | None,  # noqa: ARG004 - as above
         extra: EventExtra | None = None,  # noqa: ARG004 - as above
     ) -> int:
-        """Return the name by the parent and the local hash of a block."""
+        """Return the name that follows from the parent and the local hash of a block."""
         return chained_hash(None if parent is None else parent & _U64, local)
 
 
@@ -108,7 +108,7 @@ class FoundChain:
     def is_shown_by(self, data: Stored, resident: Collection[int]) -> bool:
         """Whether an engine holds a block under the chain's name for it, not under the name in a Stored.
 
-        If so, its hashes are a chain, and it published a wrong one.
+        If so, the engine's hashes are a chain, and it published a wrong hash.
 
         Args:
             data: a Stored that does not show this alone.
@@ -136,7 +136,7 @@ class FoundChain:
 
 
 def is_chained(data: Stored) -> bool:
-    """Whether a Stored alone shows that its hashes are Dynamo's chain."""
+    """Whether a Stored shows by itself that its hashes are Dynamo's chain."""
     chain = FoundChain()
     chain.is_broken_by(data)
     return chain.found
@@ -165,8 +165,8 @@ def sparse(event: RouterEvent, data: Stored, size: int | None, *, partial: bool 
     Args:
         event: an event with or without token ids.
         data: its Stored.
-        size: tokens a block; None if unknown: then any number above 0 is enough.
-        partial: whether the last block may have fewer.
+        size: tokens per block; None if unknown: then any number above 0 is enough.
+        partial: whether the last block may have fewer tokens.
     """
     tokens, hashes = event.token_ids, data.block_hashes
     if tokens is None or (isinstance(tokens, TokenRows) and (len(tokens), tokens.size) == (len(hashes), size)):
@@ -206,7 +206,7 @@ def wrong_hash(
     Args:
         event: an event with or without token ids.
         data: its Stored.
-        size: tokens a block; None: local hashes are not compared with tokens.
+        size: tokens per block; None: local hashes are not compared with tokens.
         chain: the engine's rule for names.
         parents: returns candidates for the right parent of a block, if the event's parent is wrong.
         partial: whether the last block may have fewer tokens.
@@ -257,7 +257,7 @@ def wrong_hash(
 
 
 def without_keys(event: RouterEvent, data: Stored, size: int | None, chain: Chain) -> BlockFlaw | None:
-    """Return the first block whose local hash or name ignores further keys in its event.
+    """Return the first block whose local hash or name ignores keys that its event has in addition to tokens.
 
     This finds blocks of an adapter under names of the base model even if the right names cannot be computed: vLLM
     hashes an adapter's path, which no event has. Only the root of a chain from tokens can show it, as blocks after the
@@ -266,7 +266,7 @@ def without_keys(event: RouterEvent, data: Stored, size: int | None, chain: Chai
     Args:
         event: an event with or without token ids.
         data: its Stored.
-        size: tokens a block; None if unknown: then nothing is judged.
+        size: tokens per block; None if unknown: then nothing is judged.
         chain: the engine's rule for names.
     """
     tokens, extra = event.token_ids, event.extra
@@ -292,7 +292,7 @@ def without_keys(event: RouterEvent, data: Stored, size: int | None, chain: Chai
 
 
 def _with(extra: EventExtra | None) -> str:
-    """Text of the keys that are hashed in addition to tokens."""
+    """Return the text of the keys that are hashed in addition to tokens."""
     if extra is None or not names_blocks(extra):
         return ""
     shown = [f"{key} {extra[key]!r}" for key in ("lora_name", "cache_salt") if extra.get(key)]
@@ -304,7 +304,7 @@ FITS: Final = "; the hash fits "
 
 
 def _fits(observed: str, parent: int | None) -> tuple[str, str]:
-    """Observed and expected text of a block whose hash is right and whose parent is wrong."""
+    """Return the observed and expected text of a block whose hash is right and whose parent is wrong."""
     if parent is None:
         return f"{observed}{FITS}no parent", "the block is a root"
     name = block_text(parent)

@@ -12,7 +12,7 @@ from pytest_kvmock.values.events import KINDS, EventData, Located, Updated, kind
 
 
 class EventCounts:
-    """The counters of a log. Events that were taken or cleared count, and so do consequences of other problems.
+    """The counters of a log. They include taken and cleared events, and consequences of other problems.
 
     Args:
         arrived: number of arrived events, by worker, rank and class of their data.
@@ -34,7 +34,7 @@ class EventCounts:
         )
 
     def ok(self, kind: str) -> int:
-        """Number of valid events of a kind ("stored", "removed", "cleared", "located", "updated").
+        """Return the number of valid events of a kind ("stored", "removed", "cleared", "located", "updated").
 
         Raises:
             ValueError: an unknown kind.
@@ -42,7 +42,7 @@ class EventCounts:
         return self.status(kind, "ok")
 
     def status(self, kind: str, status: str) -> int:
-        """Number of events of a kind with a status: "ok", or one of the errors that Dynamo's index counts
+        """Return the number of events of a kind with a status: "ok", or an error that Dynamo's index counts
         (`LogEntry.status`).
 
         Raises:

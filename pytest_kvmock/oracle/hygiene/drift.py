@@ -1,5 +1,5 @@
-"""Differences between stream and engine: the blocks, the problems that they explain, and the order of reports; and
-checks of capacity.
+"""Differences between stream and engine: the blocks, the problems that they explain, the order of reports. Also checks
+of capacity.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def differences(
     tier: StorageTier = StorageTier.DEVICE,
     unpublished: Collection[int] = (),
 ) -> list[tuple[list[int], str, str]]:
-    """Return the blocks in which stream and engine differ: (blocks, text of what was expected, text of what the engine
-    has); see `entries.Resident`.
+    """Return the blocks in which stream and engine differ, with the expected and the observed text; see
+    `entries.Resident`.
     """
     held, copies = dict.fromkeys(stream.in_tier(tier)), stream.copies.get(tier, {})
     there = resident if isinstance(resident, (set, frozenset, dict)) else dict.fromkeys(resident)
@@ -54,13 +54,12 @@ def differences(
 
 
 def confirm(stream: Stream, found: list[Problem], drifts: list[Problem], resident: set[int], tier: StorageTier) -> None:
-    """List the consequences of a missing Removed under the engine_drift that shows it: the engine has dropped the
-    block.
+    """List the consequences of a missing Removed under the engine_drift that shows the dropped block.
 
     Args:
         stream: the stream of that worker and rank.
-        found: problems that may be consequences: orphans that the engine has dropped, and a capacity that is exceeded
-            only by dropped blocks.
+        found: problems that may be consequences: orphans that the engine has dropped, or a capacity that only dropped
+            blocks exceed.
         drifts: the engine_drift problems, by cause.
         resident: the blocks that the engine holds.
         tier: the tier.
@@ -94,9 +93,7 @@ def oldest_first(problems: list[Problem], streams: Mapping[StreamKey, Stream], l
 
 
 def over_capacity(stream: Stream) -> list[Problem]:
-    """Return an over_capacity for each tier that holds more blocks than the engine has there, unless it was reported
-    before.
-    """
+    """Return an over_capacity for each tier that holds more blocks than its capacity and was not reported before."""
     problems: list[Problem] = []
     if stream.untold or any(part.untold for part in stream.groups.values()):
         return problems

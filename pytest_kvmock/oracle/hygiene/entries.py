@@ -1,12 +1,11 @@
 """The journal of a ledger: all its inputs in order, as values.
 
-Theory of operation. Each input of a ledger is an entry, and goes through `Ledger.take`; an arriving event is itself an
-entry. The same entries in the same order always make the same ledger, as no entry reads a live worker. So one journal
-serves all later uses: the second book replays it, a capture writes it, a check reads it, and a failure is reduced from
-its events.
+Theory of operation. Each input of a ledger is an entry for `Ledger.take`; an arriving event is itself an entry. The
+same entries in the same order always make the same ledger, as no entry reads a live worker. So one journal serves all
+later uses: the second book replays it, a capture writes it, a check reads it, and a failure is reduced from its events.
 
 Some entries only repeat data that a ledger can find again: the resident blocks at a flush, and all published events at
-a recovery. They are long, and kept only until the journal was replayed.
+a recovery. They are long, and kept only until the journal is replayed.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class Opened(NamedTuple):
 
 
 class Replayed(NamedTuple):
-    """An event arrived that a recovery had brought before, so it changes nothing; see `Ledger.is_replay`."""
+    """An event arrived after a recovery had brought it, so it changes nothing; see `Ledger.is_replay`."""
 
     event: RouterEvent
 
@@ -137,8 +136,8 @@ class IdsBegun(NamedTuple):
 class Unpublished(NamedTuple):
     """Blocks that the next event of a worker and rank removes from a tier below the device, where no Stored named them.
 
-    Dynamo's offload engine has such a block when the device evicted it again while its first copy was on its way; it
-    lists them (`OffloadEngine.unpublished`). They are not drift, and their Removed is right.
+    Dynamo's offload engine creates such a block if the device evicts a block again while its first copy is under way;
+    `OffloadEngine.unpublished` lists them. They are not drift, and their Removed is right.
     """
 
     key: StreamKey
@@ -236,7 +235,7 @@ Arrival: TypeAlias = RouterEvent | NoEvent
 """An event as it arrived, or another arrival."""
 
 OF_STATE: Final = (Recovered, Resident)
-"""The entries that are kept only until the journal was replayed."""
+"""The entries that are kept only until the journal is replayed."""
 
 
 class Journal(list[Entry]):
@@ -245,7 +244,7 @@ class Journal(list[Entry]):
     Attributes:
         found: the problems that entries showed, by position of the entry, for a replay.
         is_open: whether it was not replayed yet.
-        is_cut: whether entries were dropped, so that it is not complete any more.
+        is_cut: whether entries were dropped, so that it is incomplete.
     """
 
     def __init__(self) -> None:
@@ -262,7 +261,7 @@ class Journal(list[Entry]):
                 self.note(found)
 
     def note(self, found: Sequence[Problem]) -> None:
-        """Note the problems of the last entry."""
+        """Record the problems of the last entry."""
         if self.is_open:
             self.found[len(self) - 1] = found
 
@@ -273,7 +272,7 @@ class Journal(list[Entry]):
         list.clear(self)
 
     def close(self) -> None:
-        """Drop the data that only a replay needs, after one."""
+        """Drop the data that only a replay needs. Call it after the replay."""
         self.is_open = False
         self.found.clear()
         self[:] = [entry for entry in self if not isinstance(entry, OF_STATE)]

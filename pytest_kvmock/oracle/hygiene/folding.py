@@ -1,4 +1,4 @@
-"""Problems of a stream: make them, and list them under a cause while blocks are unknown."""
+"""Problems of a stream: making them, and listing them under a cause while blocks are unknown."""
 
 from __future__ import annotations
 
@@ -38,13 +38,12 @@ def problem_of(
 
 
 def fold(stream: Stream, problem: Problem, *, every: bool = False) -> Problem:
-    """List a problem under the desync of its stream if its block is unknown, or under the problem that left its block
-    resident.
+    """List a problem under its stream's desync if its block is unknown, or under the problem that left it resident.
 
     Args:
         stream: the stream of that worker and rank.
         problem: the problem.
-        every: whether all its blocks must be known for it to stand by itself; if False, only the first.
+        every: whether the problem stands by itself only if all its blocks are known; False: the first is enough.
     """
     desync, tier = stream.desync, problem.storage_tier
     if desync is not None and problem is not desync.cause:

@@ -1,6 +1,6 @@
 """The events of one worker and rank in order, with lookups: which event stored a block last, its parent, its tokens.
 
-The index is built at the first lookup, so that a stream without a problem costs only a list of its events.
+The index is built at the first lookup, so a stream without a problem costs only a list of its events.
 
 One subject: the data that the events of a stream give for a block.
 """
@@ -35,12 +35,12 @@ MOST_DESCENDANTS: Final = 1000
 
 
 class StoredChain(NamedTuple):
-    """A chain of blocks from the root on, as last stored, in parallel sequences.
+    """A chain of blocks from the root, as last stored, in parallel sequences.
 
     Attributes:
         blocks: block hashes.
         local_hashes: the local hash of each block.
-        tokens: the token ids of all blocks in a row; None if one came without.
+        tokens: the token ids of all blocks, concatenated; None if those of a block are missing.
     """
 
     blocks: tuple[int, ...]
@@ -52,14 +52,14 @@ class History:
     """The events of one worker and rank, with an index by block.
 
     Args:
-        block_size: tokens a block; None if unknown.
+        block_size: tokens per block; None if unknown.
 
     Attributes:
         events: every event, in order.
         resets: each time that event ids began again: the number of `events` by then, and the reason
             (`EVENTS_BEGAN_ANEW`).
-        block_size: tokens a block, if known.
-        tails: names of prompts' tails. A tail is a second name of a block, made of a part of its tokens; no chain
+        block_size: tokens per block, if known.
+        tails: names of prompts' tails. A tail is a second name of a block, made from part of its tokens; no chain
             continues it.
     """
 
@@ -97,7 +97,7 @@ class History:
         self._cleared: list[int] = []
 
     def forget(self, needed: Iterable[int]) -> None:
-        """Drop all events except those that last stored one of these blocks. Nothing is known of other blocks then."""
+        """Drop all events except those that last stored one of these blocks; other blocks become unknown."""
         stored_at = self._index()
         places = sorted({stored_at[block] for block in needed if block in stored_at})
         self.resets = [(bisect_left(places, at), why) for at, why in self.resets]
@@ -137,7 +137,7 @@ class History:
         return self._cleared
 
     def stored_by(self, block: int) -> RouterEvent | None:
-        """The event that last stored a block; None if none did."""
+        """Return the event that last stored a block; None if it was never stored."""
         place = self._index().get(block)
         return None if place is None else self.events[place]
 
@@ -162,14 +162,14 @@ class History:
         return sorted(blocks, key=lambda block: age.get(block, len(age)))
 
     def leaves(self) -> list[int]:
-        """The last blocks of all chains ever stored, the oldest first."""
+        """Return the last blocks of all chains ever stored, the oldest first."""
         stored = [_stored(self.events[place]) for place in dict.fromkeys(self._index().values())]
         parents = {data.parent_hash for data in stored}
         return [data.block_hashes[-1] for data in stored if data.block_hashes[-1] not in parents]
 
     def whole(self, block: int) -> int | None:
-        """Return the block itself, or the parent of a partial block, as no prompt of whole blocks has that one; None if
-        there is none.
+        """Return the block itself, or, for a partial block, its parent, as no prompt of full blocks has a partial one;
+        None if it has no parent.
         """
         event = self.stored_by(block)
         if event is None or self.block_size is None or not event.token_ids or not has_window_size(event.extra):
@@ -178,7 +178,7 @@ class History:
         return self.parent(block) if is_partial else block
 
     def parent(self, block: int) -> int | None:
-        """The parent of a block, as last stored; None for a root and for a block that was never stored."""
+        """Return the parent of a block, as last stored; None for a root and for a block that was never stored."""
         place = self._index().get(block)
         if place is None:
             return None
@@ -202,12 +202,12 @@ class History:
             yield candidate
 
     def local_hash(self, block: int) -> int:
-        """The local hash of a block that was stored."""
+        """Return the local hash of a block that was stored."""
         data = _stored(self.events[self._index()[block]])
         return data.tokens_hashes[data.block_hashes.index(block)]
 
     def local_hashes(self, blocks: Iterable[int]) -> dict[int, int]:
-        """The local hashes of blocks that were stored."""
+        """Return the local hashes of blocks that were stored."""
         stored_at = self._index()
         tables: dict[int, dict[int, int]] = {}
         out = {}
@@ -220,10 +220,10 @@ class History:
         return out
 
     def is_of_other_adapter(self, event: RouterEvent, block: int) -> bool:
-        """Whether an event stores a block for another adapter than it was stored for.
+        """Whether an event stores a block for a different adapter than before.
 
-        SGLang's names do not differ between adapters, unless it publishes in Dynamo's format; each adapter has its own
-        copy.
+        SGLang's names do not differ between adapters, unless it publishes in Dynamo's format; each adapter has a
+        separate copy.
         """
         before = self.events[self._index()[block]].extra or {}
         return bool(before.get("lora_name") != (event.extra or {}).get("lora_name"))
@@ -231,7 +231,7 @@ class History:
     def unlike_before(self, event: RouterEvent, data: Stored) -> BlockFlaw | None:
         """Return the first block of a Stored whose parent or tokens differ from the last time that it was stored.
 
-        Nothing else can be judged of an event that lacks the keys that were hashed with its tokens.
+        This is the only possible check of an event that lacks the keys hashed with its tokens.
         """
         parent = data.parent_hash
         ids = None if event.token_ids is None or sparse(event, data, self.block_size) is not None else event.token_ids
@@ -253,8 +253,8 @@ class History:
         """Return the first block of a Stored below the device if its parent differs from that on the device.
 
         Only the first of several blocks is compared, as the others may come in any order (kvbm-logical), and only if it
-        has a parent. It is compared with what the device has stored since it was last empty, if that block has as many
-        tokens.
+        has a parent. It is compared with the block that the device stored since it was last empty, if that block has
+        the same number of tokens.
         """
         if data.parent_hash is None or not data.block_hashes or not data.tokens_hashes:
             return None
@@ -276,7 +276,7 @@ class History:
 
     @staticmethod
     def _covers_as_much(event: RouterEvent, data: Stored, before: RouterEvent, at: int) -> bool:
-        """Whether the first block of a Stored has as many tokens as a block of an earlier event; without tokens, local
+        """Whether the first block of a Stored has as many tokens as a block of an earlier event. Without tokens, local
         hashes are compared.
         """
         sizes = []
@@ -290,14 +290,14 @@ class History:
         return sizes[0] == sizes[1]
 
     def tokens(self, block: int) -> tuple[int, ...] | None:
-        """The token ids of a block that was stored; None if its event lacked token ids of any block."""
+        """Return the token ids of a stored block; None if it is partial or its event lacks token ids of any block."""
         event = self.events[self._index()[block]]
         ids = self._all_tokens(event)
         row = None if ids is None else ids[_stored(event).block_hashes.index(block)]
         return None if row is None or self._is_part(row) else tuple(row)
 
     def _all_tokens(self, event: RouterEvent) -> BlockTokens | None:
-        """The token ids of a Stored, one sequence per block (a partial last block has fewer); None if any are
+        """Return the token ids of a Stored, one sequence per block (a partial last block has fewer); None if any are
         missing.
         """
         ids = event.token_ids
@@ -310,9 +310,7 @@ class History:
     # ----------------------------------------------------------------------------------------------- chains
 
     def chain(self, block: int) -> list[int]:
-        """The block hashes from the root to a block, as last stored; without a known root, from the first known
-        block.
-        """
+        """Return the block hashes from the root, or else from the first known block, to a block, as last stored."""
         return [each for _, run in self._runs(block) for each in run]
 
     def read_chain(self, block: int, *, with_tokens: bool = False) -> StoredChain:
@@ -349,9 +347,7 @@ class History:
 
     @property
     def lookahead(self) -> int:
-        """Number of next tokens that the names of its blocks also cover, by the first Stored that shows it; 0 until one
-        does.
-        """
+        """Number of next tokens that block names also cover, from the first Stored that shows it; 0 until then."""
         if self._lookahead is None:
             for event in self.events[self._form_read :]:
                 ids, data = event.token_ids, event.event.data
@@ -366,7 +362,7 @@ class History:
         return self._lookahead or 0
 
     def next_tokens(self, block: int) -> tuple[int, ...]:
-        """The tokens after a stored block that its name also covers; empty if names do not look ahead."""
+        """Return the tokens after a stored block that its name also covers; empty if names do not look ahead."""
         event = self.events[self._index()[block]]
         ids, place = event.token_ids, _stored(event).block_hashes.index(block)
         lists = None if event.extra is None else event.extra.get(LOOKAHEAD)
@@ -374,8 +370,8 @@ class History:
         return tuple(windows[place][-ahead:]) if ahead else ()
 
     def extra_of(self, blocks: Sequence[int]) -> EventExtra | None:
-        """The extra data of the events that last stored these blocks of a chain, combined as for one event of all of
-        them.
+        """Return the extra data of the events that last stored these blocks of a chain, combined for one event with all
+        of them.
         """
         stored_at = self._index()
         events = [self.events[stored_at[block]] for block in blocks]
@@ -388,12 +384,12 @@ class History:
             extra.update(carried)
             place, of_blocks = _stored(event).block_hashes.index(block), block_keys(carried)
             keys.append(of_blocks[place] if place < len(of_blocks) else None)
-        extra.pop(LOOKAHEAD, None)  # they are among the tokens of the chain
+        extra.pop(LOOKAHEAD, None)  # the chain's tokens include them
         extra.pop(LOOKAHEAD_KEYS, None)
         return ({**extra, "extra_keys": keys} if "extra_keys" in extra else extra) or None
 
     def _runs(self, block: int) -> list[tuple[int, Sequence[int]]]:
-        """The parts of a chain, from the root on: leading blocks of a Stored, with its position in `events`."""
+        """Return the parts of a chain, from the root: leading blocks of a Stored, with its position in `events`."""
         stored_at = self._index()
         runs: list[tuple[int, Sequence[int]]] = []
         seen: set[int] = set()
@@ -437,7 +433,7 @@ class Links:
         self._read = len(events)
 
     def after(self, parents: set[int | None], local: int) -> set[int]:
-        """The blocks with this local hash that were stored after one of these; None is the root."""
+        """Return the blocks with this local hash that were stored after one of these parents; None is the root."""
         return {block for parent in parents for block in self._after.get((parent, local), ())}
 
 
@@ -451,7 +447,7 @@ class OnDevice:
         self._read = 0
 
     def place(self, block: int, events: Sequence[RouterEvent]) -> int | None:
-        """The position of that event in the stream; None if the device never had the block."""
+        """Return the position of that event in the stream; None if the device never had the block."""
         for place in range(self._read, len(events)):
             event = events[place]
             if event.storage_tier is StorageTier.DEVICE and isinstance(event.event.data, Stored):
@@ -507,7 +503,7 @@ def _under(parent: int | None) -> str:
 
 
 def _stored(event: RouterEvent) -> Stored:
-    """The data of an event that is a Stored."""
+    """Return the data of an event that is a Stored."""
     data = event.event.data
     assert isinstance(data, Stored)
     return data

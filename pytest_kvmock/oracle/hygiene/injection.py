@@ -11,7 +11,7 @@ from pytest_kvmock.values.events import StreamKey
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
 class Injection:
-    """One action of a fault. No worker is blamed for its results.
+    """One action of a fault. Its results are not problems of a worker.
 
     Attributes:
         kind: the fault's name: "lose", "double", ...
@@ -21,13 +21,13 @@ class Injection:
         keys: every worker and rank whose stream it changed.
         blocks: the blocks that the event named, as published and as it arrived.
         subjects: the blocks that the event stored or removed, as published and as it arrived.
-        empties: whether the worker and rank holds nothing afterwards, as with a Cleared or a restart.
+        empties: whether the worker and rank holds nothing afterwards, as after a Cleared or a restart.
         survived: whether the test's router must survive faults of this kind.
         survivable: whether a router can survive faults of this kind.
         missing: whether the event did not arrive in its turn.
-        late: whether it is held back and may still arrive.
-        whole: whether it arrives as published, once or more.
-        store: the store that it changed, in place of a stream; None if it changed none.
+        late: whether the event is delayed and may still arrive.
+        whole: whether the event arrives as published, at least once.
+        store: the store that it changed instead of a stream; None if it changed a stream.
     """
 
     kind: str
@@ -47,8 +47,8 @@ class Injection:
 
     @property
     def fails_sink(self) -> bool:
-        """Whether a sink before the router raises. That is reported as a separate problem, and sinks after it get no
-        event.
+        """Whether a sink before the router raises. The failure is reported as a separate problem, and later sinks get
+        no event.
         """
         return self.kind == "sink_failure"
 
@@ -65,10 +65,10 @@ class Injection:
 class Injections:
     """The injections into one stream, or into the input of one index from that stream.
 
-    A problem names the latest injection that stored or removed its block or an ancestor. If there is none, it names the
-    first injection from which the stream has not recovered, or, if it has recovered from all, the last. The blocks of a
-    problem are looked up in order. A Cleared and a restart count as removing all blocks held until then. An event that
-    only names the block as a parent does not count.
+    A problem is attributed to the latest injection that stored or removed its block or an ancestor. If there is none,
+    it is attributed to the first injection from which the stream has not recovered, or, if it has recovered from all,
+    to the last. The blocks of a problem are looked up in order. A Cleared and a restart count as removing all blocks
+    held until then. An event that only names the block as a parent does not count.
 
     A stream has *recovered* from an injection
 
@@ -95,7 +95,7 @@ class Injections:
         Args:
             injection: the injection.
             emptied: the blocks that were held before it emptied the cache.
-            recovered: whether the stream has recovered at once, as the event arrives.
+            recovered: whether the stream recovers at once, because the event arrives.
         """
         self._order[injection] = len(self._order)
         self._last = injection
@@ -109,8 +109,8 @@ class Injections:
         self._open = [injection for injection in self._open if self._order[injection] >= since]
 
     def recover_from(self, injection: Injection, emptied: Collection[int] = ()) -> None:
-        """Mark the stream as recovered from one injection, as its event arrives. A dropped injection is kept again; see
-        `add`.
+        """Mark the stream as recovered from one injection, because its event arrived. If the injection was dropped, it
+        is added again; see `add`.
         """
         if injection in self._open:
             self._open.remove(injection)

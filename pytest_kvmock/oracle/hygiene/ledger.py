@@ -1,6 +1,6 @@
 """The ledger: records the blocks that are held according to the events, and judges the stream.
 
-One subject: the rules that need memory of a stream, a method for each rule.
+One subject: the rules that need memory of a stream, one method for each rule.
 
 Theory of operation. The ledger keeps no tree. Per worker, rank and tier it records the held blocks, and if residency is
 counted, the copies of each. Per worker and rank it records the Stored that last named a block, which gives local
@@ -11,8 +11,8 @@ event names it again. A problem with an unknown block is then listed under the p
 that need no memory of the stream, such as the chain of hashes inside one event, are still judged.
 
 A single block can also be unknown: an engine that evicts a block and stores it again in one move publishes the Stored
-first (kvbm-logical: one Stored, then one Removed per Use). The engine then holds the block, and the router has removed
-it. This is `evicted_and_restored`; later problems of the block, until an event names it again, are listed under it.
+first (kvbm-logical: one Stored, then one Removed per Use). Then the engine holds the block, but the router removed it.
+This is `evicted_and_restored`; until an event names the block again, its later problems are listed under it.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from pytest_kvmock.values.events import (
 from pytest_kvmock.values.prompt_keys import group_of, has_window_size
 
 _Answer: TypeAlias = tuple[list[Problem], bool]
-"""The problems that an entry shows, and whether it is kept, which is False if it changes nothing."""
+"""The problems that an entry shows, and whether it is kept: an entry that changes nothing is not."""
 
 
 class Ledger:
@@ -71,7 +71,7 @@ class Ledger:
 
     Attributes:
         streams: the streams, by worker and rank.
-        journal: as given.
+        journal: the journal, or None.
         position: number of the last arrived event, from 0; -1 before the first.
         owned: by shared store, the set of blocks that streams have announced.
     """
@@ -82,9 +82,7 @@ class Ledger:
         self.position = -1
         self.owned: dict[str, set[int]] = {}
         self._judges_hashes = judges_hashes
-        self._of_the_chain: dict[
-            int, Problem
-        ] = {}  # by number of its event, a problem that also makes later hashes wrong
+        self._of_the_chain: dict[int, Problem] = {}  # by event number, problems that also make later hashes wrong
 
     def open(self, key: StreamKey, *, first_id: int | None = None, **about: Any) -> Stream:
         """Open the stream of a worker and rank; `about` are the fields of its `StreamSpec`."""
@@ -92,8 +90,8 @@ class Ledger:
         return self.streams[key]
 
     def stream(self, key: StreamKey) -> Stream:
-        """The stream of a worker and rank; a stream that was not opened gets the spec of the worker's first rank, if
-        there is one.
+        """Return the stream of a worker and rank. A stream that was not opened is opened with the spec of the worker's
+        first rank, if there is one.
         """
         stream = self.streams.get(key)
         if stream is None:
@@ -109,7 +107,7 @@ class Ledger:
         return stream
 
     def is_replay(self, event: RouterEvent) -> bool:
-        """Whether a recovery has already brought an arriving event, so that it is taken as `Replayed`."""
+        """Whether a recovery already brought an arriving event, so that it must be taken as `Replayed`."""
         stream = self.streams.get((event.worker_id, event.event.dp_rank))
         return stream is not None and bool(stream.late) and stream.is_late(event.event.event_id)
 
@@ -119,7 +117,7 @@ class Ledger:
         """Take the next entry: judge it, apply it, and append it to the journal.
 
         Returns:
-            Its problems, with the number of the last event.
+            The problems of the entry, each with the number of the last event.
         """
         if type(entry) is not RouterEvent and (arm := self._arms.get(type(entry))) is not None:
             return self._take(entry, arm)
@@ -186,8 +184,8 @@ class Ledger:
     def take_leaves(self, events: Sequence[RouterEvent]) -> int:
         """Take the leading events of a batch that need no judging; return their number.
 
-        The events are Removed of one device block each from one stream, with consecutive ids; vLLM publishes hardly any
-        other Removed. An event needs no judging if its id is due and its block is held without a child.
+        The events are Removed with one device block each, from one stream, with consecutive ids; vLLM publishes hardly
+        any other Removed. An event needs no judging if its id is due and its block is held without a child.
         """
         first = events[0]
         stream = self.streams.get(first.key)
@@ -218,7 +216,7 @@ class Ledger:
         return found
 
     def _gap(self, stream: Stream, event: RouterEvent, problems: list[Problem]) -> Problem | None:
-        """Add the problem of an id out of order. If it opens no desync, return it as the cause of the event's other
+        """Add the problem of an id out of order. If it opens no desync, return it: it is the cause of the event's other
         problems.
         """
         got, due = event.event.event_id, stream.next_id
@@ -265,7 +263,7 @@ class Ledger:
         again = set() if fresh else held.keys() & hashes
         before: list[Problem] = []
         spec = stream.spec
-        is_at_rest = not (partial and stream.groups)  # as above
+        is_at_rest = not (partial and stream.groups)  # see `take`: TensorRT-LLM may exceed capacity for a moment
         if is_at_rest and (
             spec.tier_blocks
             or (
@@ -288,7 +286,7 @@ class Ledger:
         elif stream.restored:
             stream.restored = {}
         if on_device and stream.removed_but_resident:
-            # Such a block counts as held, so this event may store it again like any held block.
+            # These blocks count as held, so this event may store them again like any held block.
             resident = stream.removed_but_resident
             stream.restored = {**stream.restored, **{b: resident[b] for b in hashes if b in resident}}
         if not on_device:
@@ -312,7 +310,7 @@ class Ledger:
         return before + problems if before else problems
 
     def _owned(self, stream: Stream, event: RouterEvent, store: str) -> list[Problem]:
-        """Take an event about a shared store, whose blocks are a set that no worker holds."""
+        """Apply an event about a shared store. Its blocks are a set, and no worker holds them."""
         owned, data = self.owned.setdefault(store, set()), event.event.data
         if isinstance(data, Removed):
             owned.difference_update(data.block_hashes)
@@ -322,7 +320,7 @@ class Ledger:
         return []
 
     def attention_group(self, key: StreamKey) -> int | None:
-        """The number of the attention group of a worker and rank; -1 if unknown, None if it has one cache."""
+        """Return the number of the attention group of a worker and rank; -1 if unknown, None if it has one cache."""
         stream = self.streams.get(key)
         if stream is None or not stream.groups:
             return None
@@ -332,7 +330,7 @@ class Ledger:
         """Return the wrong_hash of a Stored, if any, listed under a wrong parent among the problems `before`."""
         if not event.chained and _hides_keys(event):
             flaw = stream.unlike_before(event, data)
-        else:  # also for a sink whose hashes were found to be a chain later
+        else:  # also for a sink whose hashes were later found to be a chain
             partial = has_window_size(event.extra)
             size = stream.spec.block_size
             flaw = wrong_hash(event, data, size, stream.hash_chain, stream.parents_of, partial=partial)
@@ -346,7 +344,7 @@ class Ledger:
         return [problem]
 
     def _without_keys(self, stream: Stream, event: RouterEvent, data: Stored) -> list[Problem]:
-        """Return a warning if the names of a Stored, whose rule is unknown, ignore the keys that it carries."""
+        """Return a warning if the names of a Stored ignore the keys that it carries, for an unknown rule for names."""
         flaw = without_keys(event, data, stream.spec.block_size, stream.hash_chain)
         if flaw is None:
             return []
@@ -357,15 +355,15 @@ class Ledger:
     @staticmethod
     def _hash_problem(stream: Stream, event: RouterEvent, flaw: BlockFlaw) -> Problem:
         problem = problem_of(WRONG_HASH, stream, flaw.observed, flaw.expected, (flaw.block,), tier=event.storage_tier)
-        # Of the engines that are not prefix-closed, only Dynamo's link blocks wrongly without a fault.
+        # Only engines of Dynamo that are not prefix-closed link blocks wrongly without a fault.
         problem.is_error = stream.spec.prefix_closed or not isinstance(stream.hash_chain, DynamoChain)
         return problem
 
     def _repeated(
         self, stream: Stream, hashes: tuple[int, ...], again: set[int], tier: StorageTier, *, alone: bool
     ) -> list[Problem]:
-        """Record the blocks of a Stored that are held already; return a duplicate_store if all are and nothing else is
-        wrong.
+        """Record the blocks of a Stored that are held already; return a duplicate_store if all are held and nothing
+        else is wrong.
         """
         desync, problems = stream.desync, []
         stream.doubled, stream.restored = None, {}
@@ -418,13 +416,13 @@ class Ledger:
             return []
         after = stream.remove(tier, held, hashes)
         first = after[0] if after else LAST
-        # All engines remove the tail first, so each block is the child of the next: one comparison covers all.
+        # All engines remove the tail first, so each block is the child of the next one: one comparison covers all.
         plain = after[1:] == hashes[:-1] and (
             first == LAST or (first is not None and first < LAST and first not in held)
         )
         if not on_device:
             plain = None not in after
-        elif plain and stream.spec.residency == "counted":  # a copy may remain whose parent is removed
+        elif plain and stream.spec.residency == "counted":  # a copy of a block may remain while its parent is removed
             plain = held.keys().isdisjoint(hashes)
         problems: list[Problem] = []
         removed: dict[int, int | None] = {}
@@ -464,7 +462,7 @@ class Ledger:
         return problems
 
     def _updated(self, stream: Stream, event: RouterEvent, data: Updated) -> list[Problem]:
-        """Take a move of a block between tiers, or a change of its priority; links do not change."""
+        """Apply a move of a block between tiers, or a change of its priority; links do not change."""
         block, problems = data.block_hash, []
         if block not in stream.device and block not in stream.implied:
             observed, expected = story_of(stream, block), "an Updated names a block that is held"
@@ -486,7 +484,7 @@ class Ledger:
         return problems
 
     def _restored(self, stream: Stream, event: RouterEvent, hashes: tuple[int, ...]) -> list[Problem]:
-        """Return a problem for each block that the previous event stored again though it was held."""
+        """Return a problem for each removed block that the previous event stored again while it was held."""
         last, again = stream.last, stream.restored
         assert last is not None
         stream.restored = {}
@@ -605,7 +603,7 @@ class Ledger:
         return found, True
 
     def _recovered(self, entry: entries.Recovered) -> _Answer:
-        """Problems of the recovered events that left blocks resident after a Removed, or orphaned."""
+        """Return the problems of recovered events that left blocks resident after a Removed, or orphaned."""
         stream = self.stream((entry.published.worker_id, entry.published.dp_rank))
         before = {*stream.removed_but_resident.values(), *stream.orphaned.values()}
         stream.recover(entry.published, entry.ids)
@@ -630,7 +628,7 @@ class Ledger:
     # ------------------------------------------------------------------------------------------- comparisons
 
     def uncounted(self, event: RouterEvent) -> RouterEvent:
-        """Return the just observed event in the form for an index that does not count copies.
+        """Return the event that was just taken in the form for an index that does not count copies.
 
         If residency is counted, a Removed removes one copy, and the block is held until the last copy is removed.
         (Dynamo has the same filter before its indexer: dynamo #8012.)
@@ -676,7 +674,7 @@ class Ledger:
         return problems, bool(problems)
 
     def _resident(self, entry: entries.Resident) -> _Answer:
-        """Problems of blocks in which stream and engine differ; each block is reported once."""
+        """Return the problems of blocks in which stream and engine differ; each block is reported once."""
         stream, tier, resident = self.stream(entry.key), entry.tier, entry.blocks
         problems = []
         for differing, expected, had in differences(stream, resident, tier, entry.unpublished):
@@ -697,7 +695,7 @@ class Ledger:
     def drift_problem(
         self, stream: Stream, blocks: tuple[int, ...], expected: str, had: str, tier: StorageTier
     ) -> Problem:
-        """Make the problem of blocks in which stream and engine differ in a tier."""
+        """Make the problem of blocks that differ between stream and engine in a tier."""
         observed = f"{had} {blocks_text(blocks)}{where_text(stream, tier)}; {story_of(stream, blocks[0], tier)}"
         return problem_of(ENGINE_DRIFT, stream, observed, expected, blocks, tier=tier)
 
@@ -745,9 +743,9 @@ def _tells(event: RouterEvent) -> bool:
 
 
 def _several(parts: Sequence[range]) -> str:
-    """Text of several runs of event ids."""
+    """Return the text of several ranges of event ids."""
     return ", ".join(map(ids_text, parts))
 
 
 _OF_THE_CHAIN = (INVALID_BLOCK, PARENT_BLOCK_NOT_FOUND)
-"""The rules whose breach also makes later hashes wrong."""
+"""The rules that, when broken, also make later hashes wrong."""

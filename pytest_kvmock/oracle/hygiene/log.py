@@ -53,7 +53,7 @@ class Expectation:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        __tracebackhide__ = True  # a test's failure shows the test
+        __tracebackhide__ = True  # so that the traceback of a failure shows the test
         self._log.flush()
         self._log.within.remove(self)
         seen = self.mark()
@@ -61,17 +61,15 @@ class Expectation:
             raise EventRulesBroken(expectation_text(self.rule, self.times, seen, self._log.total))
 
     def mark(self) -> int:
-        """Mark the problems that the `with` block expects; return how many came, including those above the expected
-        number.
-        """
+        """Mark the problems that the `with` block expects; return how many came, even more than expected."""
         return self._log.mark(self.rule, self.times, self.since, self)
 
 
 class EventLog:
     """Every event that arrived, in order, with its problems.
 
-    Iterating gives `LogEntry` objects. `stored`, `removed` and `cleared` are events, `stored_blocks` and
-    `removed_blocks` their blocks in order, of a hybrid model those of its attention group.
+    Iterating gives `LogEntry` objects. `stored`, `removed` and `cleared` are lists of events. `stored_blocks` and
+    `removed_blocks` are their blocks in order; for a hybrid model, those of its attention group.
 
     Args:
         flush: called to compare everything that can be compared.
@@ -89,7 +87,7 @@ class EventLog:
     """
 
     def __init__(self, flush: Callable[[], None] | None = None, *, allow: Collection[str] = ()) -> None:
-        # For each event its entry, or the event itself until it is read, as most never are.
+        # For each event its entry, or the event itself until it is read; most events are never read.
         self._lines: list[Any] = []
         self._made = 0  # number of entries among them
         self._first = 0  # position of the first
@@ -125,20 +123,20 @@ class EventLog:
     # ------------------------------------------------------------------------------------------------ filling
 
     def append(self, event: RouterEvent) -> int:
-        """Add an event that arrived; return its position."""
+        """Add an arrived event; return its position."""
         position = self.total
         self.total += 1
         self._lines.append(event)
         return position
 
     def extend(self, events: Sequence[RouterEvent]) -> None:
-        """Add events that arrived, in order."""
+        """Add arrived events, in order."""
         self.total += len(events)
         self._lines += events
 
     def _count(self) -> Mapping[tuple[int, int, type[EventData]], int]:
-        """Number of arrived events, by worker, rank and kind; they are counted on demand, or before they are
-        dropped.
+        """Return the number of arrived events, by worker, rank and kind. Events are counted on demand, or before they
+        are dropped.
         """
         for line in islice(self._lines, self._counted, None):
             event: RouterEvent = line.event if type(line) is LogEntry else line
@@ -156,7 +154,7 @@ class EventLog:
         return lines
 
     def find(self, events: Iterable[RouterEvent]) -> list[LogEntry]:
-        """Return the entries of these events, in the order of the log; an event that was cleared has none.
+        """Return the entries of these events, in the order of the log; a cleared event has none.
 
         An event is found by worker, rank, id and identity of the object, as ids repeat after a restart.
         """
@@ -166,7 +164,7 @@ class EventLog:
         return [e for e in self._entries if any(e.event is event for event in wanted.get(_name(e.event), ()))]
 
     def positions(self, events: Sequence[RouterEvent]) -> list[int]:
-        """Return the last position of each of these events in the log; -1 if it is not in the log (any more)."""
+        """Return the last position of each of these events in the log; -1 if the log does not have it (any more)."""
         found: dict[tuple[int, int, int], list[LogEntry]] = {}
         for entry in self.find(events):
             found.setdefault(_name(entry.event), []).append(entry)
@@ -200,8 +198,8 @@ class EventLog:
             self.notes.append(WorkerNote(problem.position, *key, f"{worker_text(*key)}: {what}"))
 
     def _note_batches(self, problem: Problem) -> None:
-        """Add a note of missing batches of a wire; several in a row share one note, with the first and the number of
-        others.
+        """Add a note of missing batches of a wire. Several in a row share one note, with the first gap and the number
+        of others.
         """
         key = (problem.worker_id, problem.dp_rank)
         last = self.notes[-1] if self.notes else None
@@ -353,8 +351,8 @@ class EventLog:
             at_least: number of events that must have arrived by now.
 
         Raises:
-            EventRulesBroken: there is an unexpected error, or a warning with `event_warnings="fail"` (listed in order);
-                or too few events arrived.
+            EventRulesBroken: unexpected errors, or warnings with `event_warnings="fail"` (listed in order), or too few
+                events.
         """
         __tracebackhide__ = True
         self.flush()
@@ -369,7 +367,7 @@ class EventLog:
         """Flush, and raise if there was any warning.
 
         Raises:
-            EventRulesBroken: there was one; the message is the report.
+            EventRulesBroken: there was a warning; the message is the report.
         """
         __tracebackhide__ = True
         self.flush()
@@ -378,8 +376,8 @@ class EventLog:
             raise EventRulesBroken(problems_text(found))
 
     def mark(self, rule: str, times: int, since: int, who: Expectation) -> int:
-        """Mark the first `times` breaches of a rule as expected; return how many there are that nothing else
-        expects.
+        """Mark the first `times` breaches of a rule as expected; return the number of breaches that no other
+        expectation covers.
         """
         seen = [p for p in self.problems[since:] if p.rule == rule and p.expected_by in (None, who)]
         for problem in seen[:times]:
@@ -387,8 +385,8 @@ class EventLog:
         return len(seen)
 
     def match_expectations(self) -> list[str]:
-        """Mark the expected errors of the whole test; return a sentence for each rule that was broken more or less
-        often.
+        """Mark the expected errors of the whole test; return a sentence for each rule whose number of breaches is not
+        the expected one.
         """
         by_rule: dict[str, list[Expectation]] = {}
         for expectation in self.expectations:
@@ -420,8 +418,8 @@ class EventLog:
     def expect_error(self, rule: str, times: int = 1) -> Expectation:
         """Expect `times` breaches of a rule; consequences of other problems count.
 
-        As `with kv_events.expect_error(rule):` it counts the breaches until the end of the block, flushes, and raises
-        there if the number differs. Without `with` it applies to the whole test.
+        `with kv_events.expect_error(rule):` counts the breaches in the block. At its end it flushes, and raises if the
+        number differs. Without `with` the expectation applies to the whole test.
 
         Raises:
             ValueError: an unknown rule; or, in a `with`, a rule that is found only at the end of a test.
@@ -434,5 +432,5 @@ class EventLog:
 
 
 def _name(event: RouterEvent) -> tuple[int, int, int]:
-    """Worker, rank and event id."""
+    """Return worker, rank and event id."""
     return event.worker_id, event.event.dp_rank, event.event.event_id

@@ -25,7 +25,7 @@ class LogEntry:
         position: its number in the log, from 0.
         event: the event, with worker, tier and token ids.
         problems: its problems, causes before consequences; empty if there are none.
-        has_groups: whether its worker has cache groups.
+        has_groups: whether the worker has cache groups.
     """
 
     __slots__ = ("event", "has_groups", "position", "problems")
@@ -46,7 +46,7 @@ class LogEntry:
 
     @property
     def status(self) -> str:
-        """Its status in an index: "ok", "parent_block_not_found", "block_not_found" or "invalid_block"."""
+        """The event's status in an index: "ok", "parent_block_not_found", "block_not_found" or "invalid_block"."""
         for problem in self.problems:
             if problem.rule in STATUSES:
                 return problem.rule
@@ -90,7 +90,7 @@ class WorkerNote(NamedTuple):
 
 
 def entry_line(entry: LogEntry, around: Problem | None = None) -> str:
-    """Return a line of the log. It shows the blocks that its problems and one further problem name.
+    """Return the log line of an event. It shows the blocks that its problems and one further problem name.
 
     Args:
         entry: the event.

@@ -15,15 +15,15 @@ MOST_NAMING = 5
 def log_text(log: EventLog, last: int = 20, around: Problem | None = None) -> str:
     """Return an excerpt of the log.
 
-    Without a problem these are the last lines, and the first few lines before them that broke a rule. With a problem,
-    they are the lines around the event that shows it (if a comparison shows it, around the last event that names its
-    block), and the last few earlier events that name its block. Notes of removed and restarted workers are included
-    among these lines, and before them if the problem is about that worker.
+    Without a problem, the excerpt has the last lines, and the first few earlier lines that broke a rule. With a
+    problem, it has the lines around the event that shows it (if a comparison shows it, around the last event that names
+    its block), and the last few earlier events that name its block. Notes of removed and restarted workers among these
+    lines are included; earlier notes only if they are about the problem's worker.
 
     Args:
         log: the log.
-        last: number of lines.
-        around: the problem.
+        last: the number of lines.
+        around: the problem, if any.
     """
     entries = list(log)
     text = f"{len(entries):,} event{'s' * (len(entries) != 1)}"

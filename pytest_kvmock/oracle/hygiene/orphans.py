@@ -1,9 +1,9 @@
-"""Chains on which correct indexes may differ: one block is held without its parent, or two blocks are stored for one
+"""Chains on which correct indexes may differ: a block is held without its parent, or two blocks are stored for one
 place.
 
-After an `orphaned_child`, until that worker and rank is cleared or begins again, indexes may differ on the chain: one
-drops the descendants of a removed block, as Dynamo's does, another matches them again when the parent is stored again.
-Both are correct.
+After an `orphaned_child`, indexes may differ on the chain until that worker and rank is cleared or begins again. One
+index drops the descendants of a removed block, as Dynamo's does; another matches them again when the parent is stored
+again. Both are correct.
 """
 
 from __future__ import annotations
@@ -67,16 +67,14 @@ def held_under_one_path(stream: Stream, local_hashes: tuple[int, ...]) -> int | 
 
 
 def stored_as(stream: Stream, local_hashes: tuple[int, ...]) -> set[int]:
-    """Return the blocks that the stream has stored at the end of a chain of local hashes; empty if it never stored the
-    chain.
-    """
+    """Return the blocks that the stream stored at the end of a chain of local hashes; empty if it never stored it."""
     stored = places_of(stream, local_hashes)
     return stored[-1] if len(stored) == len(local_hashes) else set()
 
 
 def places_of(stream: Stream, local_hashes: tuple[int, ...]) -> list[set[int]]:
-    """Return the blocks that the stream has stored for each place of a chain, from the root to the first place without
-    any.
+    """Return the blocks that the stream stored for each place of a chain, from the root up to the first place that has
+    none.
     """
     links = stream.links
     links.read(stream.events)

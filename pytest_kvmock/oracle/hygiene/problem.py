@@ -1,4 +1,4 @@
-"""One broken rule, as a record. `report.py` alone turns it into text."""
+"""One broken rule, as a record. Only `report.py` turns it into text."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ class EventRulesBroken(AssertionError):  # noqa: N818 - named for what happened
 
 
 ROUTER_RULES: Final = frozenset({LOAD_DRIFT, OVERLAP_DRIFT, WORKER_DRIFT})
-"""Rules about the beliefs of a router under test."""
+"""Rules about the state of a router under test."""
 
 INDEX_RULES: Final = frozenset({INDEX_FAILURE, INDEX_DRIFT, NOT_FLUSHED, *ROUTER_RULES})
-"""Rules about an index or router under test, not the stream. They also apply to one that survives a fault."""
+"""Rules about an index or router under test, not the stream. They also apply while it survives a fault."""
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -49,20 +49,20 @@ class Problem:
         expected: the expectation, in one sentence.
         event: the event that shows it; None if a comparison does.
         position: number of that event in the log, from 0; for a comparison, of the last event before it.
-        blocks: the blocks that it names, that of its sentence first; may be empty.
-        cause: the problem that it follows from, under which it is listed; None if it stands by itself.
+        blocks: the blocks that it names, first the block of its sentence; may be empty.
+        cause: the problem that it follows from and is listed under; None if it stands by itself.
         folded: the problems that follow from this one.
-        expected_by: the expectation of the test that it meets; None if there is none.
+        expected_by: the expectation of the test that covers it; None if there is none.
         named: further blocks that its text names.
-        restarts: the reason for each time that event ids of its worker and rank had begun again before it
+        restarts: the reason for each time that event ids of its worker and rank began again before it
             (`EVENTS_BEGAN_ANEW`).
         waived: whether a hook outside of the test waives it; None if no hook was called (see `EventLog.waive`).
         fault: the injected fault that caused it; None if it is real.
         storage_tier: the tier of its blocks.
         of_batches: whether it reports missing batches of a wire, perhaps among other things.
         case: the case among the rule's `cases`; "" if the rule has none.
-        compared_at: if the index received later events before it was asked, the position of the last of them; else
-            None.
+        compared_at: the position of the last event before the comparison, if the index received later events first;
+            else None.
     """
 
     rule: str
@@ -108,7 +108,7 @@ class Problem:
 
     @property
     def broken_when(self) -> str:
-        """The condition that breaks the rule, in one sentence; of its case, if the rule has several."""
+        """The condition that breaks the rule, or its case if the rule has several, in one sentence."""
         rule = RULES[self.rule]
         if self.rule == INDEX_FAILURE and self.fault is not None and self.fault.survived:
             return "your index raised, or returned what cannot be read, after a fault that it must survive"
@@ -121,7 +121,7 @@ class Problem:
 
     @property
     def root(self) -> Problem:
-        """Its first cause; itself if it stands by itself."""
+        """Its first cause; the problem itself if it stands by itself."""
         problem = self
         while problem.cause is not None:
             problem = problem.cause
@@ -133,14 +133,14 @@ class Problem:
         cause.folded.append(self)
 
     def stand(self) -> None:
-        """Remove this problem from under its cause, so that it stands by itself again."""
+        """Stop listing this problem under its cause."""
         if self.cause is not None:
             self.cause.folded.remove(self)
             self.cause = None
 
     @property
     def excused(self) -> bool:
-        """Whether it is a result of an injected fault that the router must survive, and is about the stream alone."""
+        """Whether it results from an injected fault that the router must survive, and is only about the stream."""
         return self.fault is not None and self.fault.survived and self.rule not in INDEX_RULES
 
     @property
@@ -156,9 +156,7 @@ class Problem:
         return f"injected: {self.fault}" + ("; the router survives it" if self.excused else "")
 
     def covered(self) -> bool:
-        """Whether the problem, or a cause of it, is expected by the test or excused by a fault that must be
-        survived.
-        """
+        """Whether the test expects the problem or a cause of it, or a fault that must be survived excuses it."""
         problem: Problem | None = self
         while problem is not None:
             if problem.expected_by is not None or problem.excused:

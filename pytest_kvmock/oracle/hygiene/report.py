@@ -17,7 +17,7 @@ MOST_LINES = 10
 
 
 def problem_line(problem: Problem) -> str:
-    """A problem in a few words: rule, worker and event."""
+    """Return a problem in a few words: rule, worker and event."""
     who = worker_text(problem.worker_id, problem.dp_rank)
     event = problem.event
     if event is None:
@@ -29,7 +29,7 @@ def problem_line(problem: Problem) -> str:
 
 
 def problem_text(problem: Problem) -> str:
-    """A problem in full: the event, the worker, the block, what was observed and what was expected."""
+    """Return a problem in full: event, worker, block, the observed and the expected text."""
     lines = []
     if problem.event is not None:
         own = (problem.event.worker_id, problem.event.event.dp_rank) == (problem.worker_id, problem.dp_rank)
@@ -62,7 +62,7 @@ def problem_text(problem: Problem) -> str:
 def problems_text(problems: Sequence[Problem]) -> str:
     """Return a headline, the first problems in full, and the number of others by rule.
 
-    Only the first problem of a rule is shown in full, as repetitions add nothing new.
+    If there are many, only the first problem of a rule is shown in full, as repetitions add nothing new.
     """
     kinds = {"error" if problem.is_error else "warning" for problem in problems}
     what = kinds.pop() if len(kinds) == 1 else "problem"
@@ -99,8 +99,8 @@ def failure_text(
     Args:
         errors: the problems, in order; may be empty if `unmet` is not.
         unmet: sentences about expected errors that did not come.
-        late: whether they came after the test's body, from a teardown.
-        harness: whether they belong to a `RouterHarness` without fixtures and markers.
+        late: whether the problems came after the test body, from a teardown.
+        harness: whether the problems belong to a `RouterHarness` without fixtures and markers.
     """
     parts = []
     if errors:
@@ -113,7 +113,7 @@ def failure_text(
         advice = [f'  expected? for the test:  {log}.expect_error("{rule}")']
         if not RULES[rule].at_end:
             advice.insert(0, f'  expected? mark it:       with {log}.expect_error("{rule}"):')
-        if rule not in INDEX_RULES:  # such a rule is about the index under test
+        if rule not in INDEX_RULES:  # index rules are about the index under test
             allow = f'RouterHarness(allow=["{rule}"])' if harness else f'@pytest.mark.kvmock(allow=["{rule}"])'
             advice.append(f"  not your concern?        {allow}")
         fault = errors[0].fault

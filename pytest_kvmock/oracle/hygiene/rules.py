@@ -18,9 +18,9 @@ class Rule:
         name: the name of the rule, in markers, options and messages.
         kind: an "error" fails a test by default; a "warning" is recorded and shown with the log.
         broken_when: the condition that breaks it, in one sentence.
-        cases: the ways to break it, one sentence each, by the names that problems have; empty if there is one way.
+        cases: the ways to break it, one sentence each, by `Problem.case`; empty if there is one way.
         at_end: whether a breach is found only at the end of a test, so that a `with` block cannot expect it.
-        unless: the condition under which it has the other kind; "" if there is none.
+        unless: the condition for the other kind; "" if there is none.
     """
 
     name: str
@@ -192,8 +192,8 @@ def check_allowed(allow: object) -> frozenset[str]:
     """Return the rules whose breach is not a failure.
 
     Raises:
-        TypeError: they are not a list or tuple.
-        ValueError: one is not a rule.
+        TypeError: not a list or tuple.
+        ValueError: an unknown rule.
     """
     if isinstance(allow, str | Mapping) or not isinstance(allow, Iterable):
         raise TypeError(f"allow takes a list or tuple of rules, got {allow!r:.80}")

@@ -34,7 +34,9 @@ def story_of(stream: Stream, block: int, tier: StorageTier = StorageTier.DEVICE)
 
 
 def removal_of(stream: Stream, block: int) -> str:
-    """Return what last removed a block that is not held although a later event named it as a parent; else its story."""
+    """Return what last removed a block, even if a later event named it as a parent; if nothing did, return its
+    story.
+    """
     removed = stream.removed_at.get(block)
     if removed is None or (block in stream.device and stream.stored_at.get(block, -1) > removed):
         return story_of(stream, block)
@@ -75,7 +77,7 @@ def _history_by_tier(stream: Stream, block: int, tier: StorageTier) -> str:
         return f"stored{';'.join(held)}"
     if block in stream.removed_but_resident:
         return ""
-    # All tiers were emptied at the same time, also the one that had it.
+    # All tiers were emptied at the same time, including the tier that had the block.
     last = max(stream.stored_at[block], stream.removed_at.get(block, 0))
     ends = [*stream.cleared_at, *(when for when, why in stream.resets if why != "backwards")]
     places = range(max((end for end in ends if end <= last), default=0), last + 1)
@@ -128,8 +130,8 @@ def _moved(stream: Stream, block: int, tier: StorageTier, tiers: list[StorageTie
 
 
 def _left_below(stream: Stream, block: int, tier: StorageTier, tiers: list[StorageTier]) -> str:
-    """Return the text for a block that a Cleared removed from the device and left below it; "" if none did. For the
-    arguments see `_moved`.
+    """Return the text for a block that a Cleared removed from the device only; "" if none did. For the arguments see
+    `_moved`.
     """
     if (
         tier is not StorageTier.DEVICE
@@ -148,15 +150,13 @@ def _left_below(stream: Stream, block: int, tier: StorageTier, tiers: list[Stora
 
 
 def _where_since(stream: Stream, block: int, tiers: list[StorageTier]) -> str:
-    """Return the text of the tiers that have a block, each with the event since which it does."""
+    """Return the text of the tiers that hold a block, each with the event that stored it there."""
     found = [(each, _last_of(stream, Stored, block, each, _since_empty(stream, each))) for each in tiers]
     return ", ".join(f"in {each} since {_called(stream, stored)}" for each, stored in found if stored >= 0)
 
 
 def _since_empty(stream: Stream, tier: StorageTier) -> range:
-    """Return the positions in `events` since a tier was last emptied as a whole, by a Cleared that covers it, or
-    because ids began again.
-    """
+    """Return the positions in `events` since a Cleared, or ids that began again, last emptied the tier."""
     is_cleared = tier is StorageTier.DEVICE or stream.spec.clears_below
     cleared = stream.cleared_at[-1] + 1 if is_cleared and stream.cleared_at else 0
     return range(max([cleared, *(when for when, why in stream.resets if why != "backwards")]), len(stream.events))

@@ -51,13 +51,13 @@ _OF_A_GROUP: Final = (
 
 
 class Desync:
-    """A stream is out of sync: events have been missing since `cause`, and a block is unknown until an event names it
-    again.
+    """The state of a stream that is out of sync: events are missing since `cause`, and a block is unknown until an
+    event names it again.
 
     Attributes:
         cause: the problem that shows this.
         resynced: the device blocks that events have named since then.
-        below: the same for lower tiers, by tier, as an event only counts for its own tier.
+        below: the same for each lower tier, as an event counts only for its own tier.
     """
 
     __slots__ = ("below", "cause", "resynced")
@@ -68,7 +68,7 @@ class Desync:
         self.below: dict[StorageTier, set[int]] = {}
 
     def named(self, tier: StorageTier) -> set[int]:
-        """The blocks of a tier that events have named since then."""
+        """Return the blocks of a tier that events have named since then."""
         return self.resynced if tier is StorageTier.DEVICE else self.below.setdefault(tier, set())
 
 
@@ -80,44 +80,44 @@ class Stream(History):
         unpublished: blocks that the next Removed below the device names although no Stored did (`entries.Unpublished`).
         hash_chain: the engine's rule for names.
         tiers: by tier, the held blocks, each with the child that was stored after it, or `LAST` or `FORK`. This is
-            cheap, and at a Removed gives the children that the block may still have. Below the device, where children
-            do not matter, it is always `LAST`.
+            cheap, and at a Removed it gives the children that the block may still have. Below the device, where
+            children do not matter, the value is always `LAST`.
         device: the device tier.
         forks: children of blocks with several children on the device, and of blocks that are not held there.
         unmarked: blocks with an entry in `forks` but no mark in `device`, because they are not held.
         copies: by tier, blocks with several held copies, and the number of copies after the first.
-        implied: parents that a Stored of the device named although no event had stored them there. They are taken as
-            held, so that each is reported once.
+        implied: parents that a Stored on the device named although no event had stored them there. They count as held,
+            so that each is reported once.
         restarts: the reason for each time that event ids began again, also if the earlier events were dropped (see
             `recover`).
         emptied: a sample of the blocks that the last Cleared removed: the first, a middle one and the last of each
             tier.
-        next_id: the id that is due; None if any may come.
+        next_id: the id that is due; None: any.
         holes: ids that did not arrive.
         skipped: ids that the worker left out and that were not reported as a gap yet.
-        late: ids that did not arrive, but that a recovery has brought (see `Ledger.recovered`).
+        late: ids that did not arrive and were brought by a recovery (see `recover`).
         second_names: number of held names of prompts' tails on the device.
         unconfirmed: each orphaned_child and over_capacity since the last comparison with the engine, with its tier.
         desync: set while blocks are unknown.
-        restored: blocks of the previous event, a Stored, that were held already; each with the cause of the desync that
+        restored: blocks of the previous event, a Stored, that were held already. Each has the cause of the desync that
             made it unknown, or the problem that left it resident after a Removed, or None.
         doubled: the duplicate_store of the previous event, if it had one.
         removed_but_resident: blocks that the engine holds although a Removed named them, each with its
             evicted_and_restored.
-        orphaned: device blocks whose parent was removed before them, still held or not, each with its orphaned_child.
+        orphaned: device blocks whose parent was removed before them, held or not, each with its orphaned_child.
         group_idx: number of the cache group of its blocks; each group of a hybrid model has separate copies. None if no
             full attention group is known.
         groups: the other cache groups of the worker and rank, by number, each with its held blocks. All groups share
             the event ids.
         links: the children of each block, for chains of local hashes.
         below: the children of each block below the device.
-        overfull: tiers that were reported to hold more blocks than the engine has there.
-        moved: blocks of `device` that an Updated has moved to the host, from where they may come back.
+        overfull: tiers that were reported to exceed their capacity.
+        moved: blocks of `device` that an Updated moved to the host; they may come back.
         gone: blocks of `device` that the engine reports as dropped without a Removed.
         untold: whether the engine drops blocks without an event and without a report, so that the number of its blocks
             is unknown.
-        doubtful: by block, the number of Stored that were a full report or a copy; this many additional Removed may
-            come (`StreamSpec.full_reports`).
+        doubtful: by block, the number of Stored that may be a full report or a copy; up to this many additional
+            Removed may come (`StreamSpec.full_reports`).
         drifted: blocks that were reported to differ from the engine, each with its tier.
     """
 
@@ -231,13 +231,13 @@ class Stream(History):
         return False
 
     def held(self, tier: StorageTier) -> dict[int, int]:
-        """The held blocks of a tier; see `tiers`."""
+        """Return the held blocks of a tier; see `tiers`."""
         return self.device if tier is StorageTier.DEVICE else self.tiers.setdefault(tier, {})
 
     def last_below(self, block: int) -> int:
-        """Return the end of the longest chain below a block through blocks held below the device.
+        """Return the end of the longest chain that follows a block in the tiers below the device.
 
-        This is the block itself if there is no such chain.
+        If there is no such chain, return the block itself.
         """
         if len(self.tiers) == 1:
             return block
@@ -279,7 +279,7 @@ class Stream(History):
         self._add_copies(tier, hashes, again)
 
     def take_names(self, event: RouterEvent) -> None:
-        """Take an event of which only the names of blocks are judged."""
+        """Apply an event of which only the block names matter."""
         data, tier = event.event.data, event.storage_tier
         assert not isinstance(data, Cleared)
         hashes = data.block_hashes
@@ -357,7 +357,7 @@ class Stream(History):
         return tuple(out)
 
     def take_report(self, event: RouterEvent, data: Stored) -> bool:
-        """Take a Stored that is, or may be, a full report; return whether it was taken as one, without a count of
+        """Apply a Stored that is, or may be, a full report; return whether it was applied as a report, without counting
         copies.
         """
         said = is_report(event.extra)
@@ -376,22 +376,22 @@ class Stream(History):
         return True
 
     def takes_doubt(self, block: int) -> bool:
-        """Whether a Removed of a block that is not held may belong to a copy; if so, it is counted as that."""
+        """Return whether a Removed of a block that is not held may belong to a copy; if so, count it as such."""
         left = self.doubtful.get(block, 0)
         if left:
             self.doubtful[block] = left - 1
         return left > 0
 
     def take_gone(self, blocks: Iterable[int]) -> None:
-        """Take blocks that an engine reports as dropped without a Removed; a router still holds them."""
+        """Record blocks that an engine reports as dropped without a Removed; a router still holds them."""
         self.gone.update(block for block in blocks if block in self.device)
 
     def give_way(self, hashes: tuple[int, ...], *, is_told: bool) -> None:
-        """Drop blocks that an engine has dropped without an event and stores again.
+        """Drop blocks that an engine dropped without an event and now stores again.
 
         Args:
             hashes: the blocks of a Stored.
-            is_told: whether the engine reports the dropped blocks; if not, any block without a child may be one.
+            is_told: whether the engine reports dropped blocks; if not, any block without a child may have been dropped.
         """
         self.untold = not is_told
         for block in self.gone.intersection(hashes) if is_told else hashes:
@@ -408,7 +408,7 @@ class Stream(History):
             self.moved.discard(block)
 
     def in_tier(self, tier: StorageTier) -> Iterable[int]:
-        """The held blocks of a tier, corrected by blocks that moved there or away."""
+        """Return the held blocks of a tier, corrected by blocks that moved there or away."""
         if not self.moved:
             return self.held(tier)
         if tier is StorageTier.DEVICE:
@@ -430,13 +430,13 @@ class Stream(History):
         if child is not None:
             children.add(child)
         left = sorted(c for c in children if c in held and self.parent(c) == block)
-        if left:  # for the next time that it is stored and removed
+        if left:  # for the next time that the block is stored and removed
             self.forks[block] = set(left)
             self.unmarked.add(block)
         return left
 
     def count(self, tier: StorageTier) -> int:
-        """Number of held blocks in a tier, over all cache groups, with every copy; second names are not counted."""
+        """Return the number of held blocks in a tier, in all cache groups, with every copy but without second names."""
         names = len(self.held(tier)) + sum(self.copies.get(tier, {}).values())
         if tier is StorageTier.DEVICE:
             names -= self.second_names + len(self.moved) + len(self.gone)
@@ -465,7 +465,7 @@ class Stream(History):
                 self.removed_but_resident.pop(block, None)
 
     def clear(self, *, below: bool = True) -> None:
-        """Clear the stream: empty the device and, if `below`, the tiers below it; no block is unknown any more."""
+        """Clear the stream: empty the device and, if `below`, the tiers below it. No block is unknown afterwards."""
         cleared = [tier for tier in self.tiers if below or tier is StorageTier.DEVICE]
         left = {tier: copies for tier, copies in self.copies.items() if tier not in cleared}
         samples = [list(self.tiers[tier]) for tier in cleared if self.tiers[tier]]
@@ -508,7 +508,7 @@ class Stream(History):
         return _take(self.holes, event_id)
 
     def is_late(self, event_id: int) -> bool:
-        """Whether a recovery has brought this id, and its event has not arrived yet."""
+        """Whether a recovery brought this id and its event has not arrived yet."""
         return event_id != self.next_id and any(event_id in ids for ids in self.late)
 
     def take_late(self, event_id: int) -> bool:
@@ -516,14 +516,14 @@ class Stream(History):
         return _take(self.late, event_id)
 
     def part(self, group_idx: int) -> Stream:
-        """The part of a cache group; this stream itself if the group is unknown."""
+        """Return the part of a cache group; this stream itself if the group is unknown."""
         return self if group_idx == self.group_idx else self.groups.get(group_idx, self)
 
     def part_of(self, event: RouterEvent) -> Stream:
-        """The part of the cache group that an event is about; a new part holds nothing.
+        """Return the part of the cache group that an event is about; a new part holds nothing.
 
         The attention group is the stream itself, as routers look up its blocks. It is group 0, or, if that group stores
-        nothing or keeps no whole prefix, the first group that does.
+        nothing or does not keep complete prefixes, the first group that does.
         """
         extra, group_idx = event.extra, group_of(event.extra)
         if isinstance(event.event.data, Stored):
@@ -535,7 +535,7 @@ class Stream(History):
         return self if group_idx == self.group_idx else self._group(group_idx)
 
     def _group(self, group_idx: int) -> Stream:
-        """The part of another cache group. It has no capacity, as all groups share one pool."""
+        """Return the part of another cache group. It has no capacity, as all groups share one pool."""
         part = self.groups.get(group_idx)
         if part is None:
             part = self.groups[group_idx] = self.fresh()
@@ -545,7 +545,7 @@ class Stream(History):
         return part
 
     def _exchange(self, group_idx: int | None) -> None:
-        """Make another cache group the stream itself; None: no group, as the attention group is unknown."""
+        """Make another cache group the stream itself; None: no group, because the attention group is unknown."""
         taken = None if group_idx is None else self._group(group_idx)
         if self.group_idx is not None:
             self._exchange_with(self._group(self.group_idx))
@@ -594,10 +594,10 @@ class Stream(History):
             part.forget_history()
 
     def recover(self, published: Stream, ids: range) -> None:
-        """Take over the published events of a worker after it was asked for some ids.
+        """Take over the published events of a worker that was asked for some ids.
 
         Args:
-            published: all events that it has published, in order.
+            published: all events that the worker published, in order.
             ids: the requested ids, up to the newest. The desync stays if an earlier id is missing.
         """
         desync, removed_but_resident, orphaned, unconfirmed = (

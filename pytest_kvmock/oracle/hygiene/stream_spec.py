@@ -24,7 +24,7 @@ def check_residency(value: object, where: str = "") -> Residency:
         where: start of the message, such as "make_kv_sink: ".
 
     Raises:
-        ValueError: it is unknown; the message names the nearest one and both.
+        ValueError: an unknown residency; the message names the nearest one and lists both.
     """
     for residency in RESIDENCIES:
         if residency == value:
@@ -37,21 +37,21 @@ class StreamSpec:
     """The known properties of the engine of a worker and rank.
 
     Attributes:
-        block_size: tokens a block, for checks of token ids; None if unknown.
+        block_size: tokens per block, for checks of token ids; None if unknown.
         num_blocks: number of device blocks; None if unknown: over_capacity is not judged.
         tier_blocks: number of blocks of each lower tier; a missing tier is unknown. None if there is no lower tier.
         residency: see `BackendSpec`; if "counted", a block may be stored and removed several times.
         prefix_closed: see `BackendSpec`; if False, a wrong hash by Dynamo's chain is a warning, and orphaned children
             are not reported.
-        chain: makes the engine's rule for names, to judge `wrong_hash`; each stream has its own, as a chain has state.
+        chain: makes the engine's rule for names, which `wrong_hash` needs. Chains have state, so each stream makes one.
         clears_below: whether a Cleared, which has no tier, also empties the tiers below the device; vLLM's does not.
-        chunk: blocks of a chunk below the device; events do not name chunks (`Traits.chunk`).
+        chunk: blocks per chunk below the device; events do not name chunks (`Traits.chunk`).
         stores_again: see `Traits.stores_again`.
         hash: vLLM's hash that names the blocks of a sink, if given; `chain` is made from it.
         seed: seed of the hash; None: that of the release.
         restores: whether it may publish a Stored and then a Removed of a block that it keeps (Dynamo's `multi_lru`).
             Then only the warning reports blocks that readers lack.
-        full_reports: whether requests of vLLM carry full reports. Then a Stored without a parent whose blocks are all
+        full_reports: whether requests of vLLM ask for full reports. Then a Stored without a parent whose blocks are all
             held is a report or a copy, so one additional Removed of them may follow, or none.
         compares_tokens: whether the tokens of a Stored are compared with its names although the rule for names is
             unknown; contradictions are warnings (`wrong_hash`).
@@ -75,7 +75,7 @@ class StreamSpec:
     stores: Mapping[StorageTier, str] | None = None
 
     def capacity(self, tier: StorageTier) -> int | None:
-        """Number of blocks of the engine in a tier; None if unknown."""
+        """Return the engine's number of blocks in a tier; None if unknown."""
         return self.num_blocks if tier is StorageTier.DEVICE else (self.tier_blocks or {}).get(tier)
 
 

@@ -34,27 +34,27 @@ EVENTS_BEGAN_ANEW: Final = {
     "removal": "the worker was removed",
     "backwards": "ids went backwards",
 }
-"""The reasons for which event ids of a worker and rank begin again, in words that follow "before" and "after"."""
+"""The reasons why event ids of a worker and rank begin again, in words that can follow "before" and "after"."""
 
 
 def blocks_text(blocks: Sequence[int]) -> str:
-    """Text of several blocks: the first few, and the number of others."""
+    """Return the text of several blocks: the first few, and the number of others."""
     shown = ", ".join(map(block_text, blocks[:MOST_BLOCKS]))
     more = f" and {len(blocks) - MOST_BLOCKS} more" if len(blocks) > MOST_BLOCKS else ""
     return f"block{'s' * (len(blocks) != 1)} {shown}{more}"
 
 
 def ids_text(ids: range) -> str:
-    """Text of a run of event ids."""
+    """Return the text of a range of event ids."""
     return f"event {ids.start}" if ids.stop - ids.start == 1 else f"events {ids.start} to {ids.stop - 1}"
 
 
 def event_name(event_id: int, resets: Sequence[str] = ()) -> str:
-    """Text of an event by its id.
+    """Return the text of an event by its id.
 
     Args:
         event_id: the id.
-        resets: the reason for each time that ids have begun again since then; keys of `EVENTS_BEGAN_ANEW`.
+        resets: the reason for each time that ids began again since then; keys of `EVENTS_BEGAN_ANEW`.
     """
     if not resets:
         return f"event {event_id}"
@@ -71,21 +71,21 @@ _ANEW: Final = re.compile(rf" \((?:before (?:{'|'.join(EVENTS_BEGAN_ANEW.values(
 
 
 def after_text(restarts: Sequence[str]) -> str:
-    """Text of the restarts of its worker before an event; "" if there were none."""
+    """Return the text of a worker's restarts before an event; "" if there were none."""
     if not restarts:
         return ""
     return f" after {EVENTS_BEGAN_ANEW[restarts[0]] if len(restarts) == 1 else f'{len(restarts)} restarts'}"
 
 
 def worker_text(worker_id: int, dp_rank: int) -> str:
-    """Text of a worker; its rank is named if it is not 0."""
+    """Return the text of a worker, with its rank if that is not 0."""
     if (worker_id, dp_rank) == NO_WORKER:
         return "no worker"
     return f"worker {worker_id}" + (f" rank {dp_rank}" if dp_rank else "")
 
 
 def data_text(data: EventData) -> str:
-    """Text of an event's data, in one line."""
+    """Return the text of an event's data, in one line."""
     kind = type(data).__name__
     if isinstance(data, Stored):
         root = "as a root" if data.parent_hash is None else f"after {block_text(data.parent_hash)}"
@@ -98,12 +98,12 @@ def data_text(data: EventData) -> str:
 
 
 def beside_text(extra: EventExtra | None) -> str:
-    """Text of the keys that are hashed in addition to tokens; "" if there are none."""
+    """Return the text of the keys that are hashed in addition to tokens; "" if there are none."""
     if extra is None:
         return ""
     adapter = extra.get("lora_name") or extra.get("lora_id")
     keys = [key for of_block in block_keys(extra) if isinstance(of_block, (list, tuple)) for key in of_block]
-    # On vLLM's wires the salt is among the keys of a block, after the name of the adapter.
+    # On vLLM's wire the salt is one of a block's keys, after the name of the adapter.
     texts = [key for key in keys if isinstance(key, str) and (adapter is None or key != adapter)]
     salts = dict.fromkeys([extra["cache_salt"]] if extra.get("cache_salt") else texts)
     images = dict.fromkeys(key[0] for key in keys if isinstance(key, (list, tuple)) and len(key) == 2)
@@ -116,14 +116,13 @@ def beside_text(extra: EventExtra | None) -> str:
 def event_text(
     event: RouterEvent, named: Iterable[int] = (), restarts: Sequence[str] = (), *, has_groups: bool = False
 ) -> str:
-    """Text of an event, in one line.
+    """Return the text of an event, in one line.
 
     Args:
         event: the event.
         named: blocks that are always shown if the event has them.
-        restarts: the reason for each time that ids of its worker had begun again before it; keys of
-            `EVENTS_BEGAN_ANEW`.
-        has_groups: whether its worker has cache groups; then a Removed that names none belongs to group 0.
+        restarts: the reason for each time that ids of its worker began again before it; keys of `EVENTS_BEGAN_ANEW`.
+        has_groups: whether its worker has cache groups; then a Removed that names no group belongs to group 0.
     """
     inner: KvCacheEvent = event.event
     tier = "" if event.storage_tier is StorageTier.DEVICE else f" ({event.storage_tier})"

@@ -1,6 +1,4 @@
-"""The cache group of a hybrid model whose blocks a router asks for: which one it is, and which of its events are
-about blocks.
-"""
+"""The cache group of a hybrid model whose blocks a router asks for: its number, and the events about its blocks."""
 
 from __future__ import annotations
 
@@ -15,14 +13,14 @@ from pytest_kvmock.values.prompt_keys import group_of, is_attention_group, is_ta
 class AttentionGroup:
     """The attention group of one worker and rank.
 
-    That is group 0, or, where nothing is stored there or its blocks are of a window, the first group of full attention:
-    a window lets go of blocks that a prefix still has. For an engine of windows alone it is group 0, and nothing is
-    an error.
+    It is group 0. If nothing is stored in group 0, or its blocks belong to a window, it is the first group of full
+    attention: a window drops blocks that are still part of a prefix. For an engine with windows only it stays group 0,
+    and missing parents or blocks are no error.
 
     Attributes:
         group_idx: its number.
         is_whole: whether it keeps every block of a prefix.
-        has_changed: whether the last event showed that it is another group, so that what is held is not its own.
+        has_changed: whether the last event changed the group, so that the held blocks belong to the group before.
     """
 
     __slots__ = ("_block_size", "_tails", "group_idx", "has_changed", "is_whole")
@@ -35,11 +33,11 @@ class AttentionGroup:
         self._tails: Counter[int] = Counter()  # number of stores of each block without a Removed since
 
     def data_of(self, event: RouterEvent, ranks: Mapping[WorkerRank, Rank]) -> EventData | None:
-        """What an event says of blocks of the group; None if there is nothing.
+        """Return the part of an event that is about blocks of the group; None if no part is.
 
         Args:
-            event: of the worker and rank.
-            ranks: what each holds on the device.
+            event: an event of the worker and rank.
+            ranks: the blocks that each worker and rank holds on the device.
         """
         data: EventData = event.event.data
         self.has_changed = False
@@ -63,8 +61,8 @@ class AttentionGroup:
         return data
 
     def _names_alone(self, event: RouterEvent, data: Stored, rank: Rank | None) -> bool:
-        """Whether a Stored names no block of a chain: a prompt's tail, or of a window what hangs on nothing that is
-        held.
+        """Whether the blocks of a Stored are outside every chain: a prompt's tail, or window blocks whose parent is
+        not held.
         """
         if event.storage_tier is not StorageTier.DEVICE:
             return False

@@ -1,30 +1,32 @@
-"""The reference router index: which worker holds how much of a prompt's prefix, learned from KV events alone.
+"""The reference router index: which worker holds how much of a prompt's prefix, according to KV events only.
 
-One subject: the rules of the index. Its tables have their own modules.
+One subject: the rules of the index. Its tables have separate modules.
 
-Theory of operation. A tree of blocks is keyed by *local* hash, so that a query needs no sequence hashes; every worker
-and rank finds its own blocks in it by *sequence* hash, so that events need no path. A block held by several workers is
-one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-router 1.2.1), oddities included:
+Theory of operation. A tree of blocks is keyed by *local* hash, so that a query needs no sequence hashes. Each worker
+and rank has a table that finds its blocks in the tree by *sequence* hash, so that events need no path. A block held by
+several workers is one node with several holders. The rules are those of Dynamo's `RadixTree` (kv-router 1.2.1),
+oddities included:
 
-* a Removed takes its blocks from one holder and does not follow their children. A node without holders loses its
-  children; its orphans stay in the holder's table, where a later Stored can find them and link them again. The node
-  itself stays under its parent, for the next Stored of that place, until the parent loses its children too; here also
-  until there are many, of those that nothing else leads to: a new one would be no other;
-* the node under a parent is looked for by local hash first, and only then by sequence hash: two sequence hashes for
-  one place share a node, one sequence hash in two places is one node with two parents. So this is a graph, it can
-  have cycles, and nothing here may walk it without a bound;
-* a Stored that makes a block its own child raises, after the edge was made. (1.2.1 panics when a later Stored walks
-  that edge, and answers nothing any more; here that is the same error again.)
+* A Removed takes its blocks from one holder and leaves their children alone. A node without holders loses its
+  children; these orphans stay in the holder's table, where a later Stored can find them and link them again. The node
+  itself stays under its parent, for the next Stored of that place, until the parent loses its children too. Here nodes
+  that nothing else leads to are also dropped when there are many: a new node would be equal.
+* The node under a parent is looked up by local hash first, and only then by sequence hash: two sequence hashes for one
+  place share a node, and one sequence hash in two places is one node with two parents. So this is a graph that can
+  have cycles, and every walk needs a bound.
+* A Stored that makes a block its own child raises, after the edge was made. (1.2.1 panics when a later Stored walks
+  that edge, and then answers no query; here the same error is raised again.)
 
-Below the device there is no tree, but a set of edges for each tier (see `lower_tier.py`), which a query follows from
-where the device's match ends: the blocks of a tier are those by which it extends the match of the faster ones.
+Below the device there is no tree: each tier has a set of edges (see `lower_tier.py`). A query follows them from the end
+of the device's match. The blocks of a tier are those by which it extends the match of the faster tiers.
 
-Of a Removed the rules are those of 1.6.1: a block that is not held is an error on the device alone, and one that the
-same Removed has taken off is not an error (`clears="worker"` brings 1.2.1's back, where both are errors).
+A Removed follows the rules of 1.6.1: a block that is not held is an error only on the device, and a block that the same
+Removed already took is no error. `clears="worker"` restores the rules of 1.2.1, where both are errors.
 
-It differs where 1.2.1 is wrong by accident. 1.2.1 takes two sets of workers of one size for the same set while it
-walks a query; this index intersects them. Its Cleared empties all ranks of the worker; here, as in 1.6.1, the one that
-sent it (`clears="worker"` brings the older rule back). Its dump does not end on a cycle; this one does.
+This index differs where 1.2.1 is wrong by accident. While 1.2.1 walks a query, it takes two sets of workers of equal
+size for the same set; this index intersects them. A Cleared of 1.2.1 empties all ranks of the worker; here, as in
+1.6.1, it empties the rank that sent it (`clears="worker"` restores the older rule). The dump of 1.2.1 does not end on a
+cycle; this one does.
 """
 
 from __future__ import annotations
@@ -59,11 +61,11 @@ if TYPE_CHECKING:
     from pytest_kvmock.oracle.index.owners import Owners
     from pytest_kvmock.values.shared_stores import StoreSpec
 
-# The three errors bear Dynamo's names, which its users look for.
+# The three errors have Dynamo's names, because its users search for them.
 
 
 Edge: TypeAlias = tuple[int | None, int, int]
-"""A block where it is: the parent's sequence hash, None for a root, its own, and its local hash."""
+"""A block and its place: the parent's sequence hash (None for a root), the block's sequence hash, its local hash."""
 
 
 Clears: TypeAlias = Literal["rank", "worker"]
@@ -79,12 +81,12 @@ class RadixIndexError(KvMockError, ValueError):
         worker_id: the worker that sent it.
         dp_rank: its rank.
         event_id: the event's id.
-        block_hash: the sequence hash that is wrong: of the parent, of the first unknown block, of the self-parent.
+        block_hash: the wrong sequence hash: of the parent, of the first unknown block, or of the self-parent.
         storage_tier: the tier that the event is about.
     """
 
     rule: ClassVar[str] = ""
-    """Name of the broken rule, as Dynamo's metrics have it."""
+    """Name of the broken rule in Dynamo's metrics."""
 
     reason: ClassVar[str] = ""
     """Dynamo's own text."""
@@ -116,7 +118,7 @@ class RadixIndexError(KvMockError, ValueError):
 
 
 class ParentBlockNotFound(RadixIndexError):  # noqa: N818 - see above
-    """A Stored names a parent that this worker and rank does not hold; nothing of it was applied."""
+    """A Stored names a parent that this worker and rank does not hold; no part of it was applied."""
 
     rule = "parent_block_not_found"
     reason = "Failed to find parent block"
@@ -124,7 +126,7 @@ class ParentBlockNotFound(RadixIndexError):  # noqa: N818 - see above
 
 
 class BlockNotFound(RadixIndexError):  # noqa: N818 - see above
-    """A Removed names a block that this worker and rank does not hold; the others of the event were removed."""
+    """A Removed names a block that this worker and rank does not hold; the event's other blocks were removed."""
 
     rule = "block_not_found"
     reason = "Failed to find block"
@@ -151,7 +153,7 @@ class OverlapScores:
 
 
 class Copies:
-    """How many copies of each block a worker and rank holds in a tier: a set, and numbers if there are several."""
+    """How many copies of each block a worker and rank holds in a tier: a set, and counts of further copies."""
 
     __slots__ = ("_further", "_there")
 
@@ -160,9 +162,9 @@ class Copies:
         self._further: dict[int, int] = {}
 
     def add(self, blocks: Sequence[int]) -> None:
-        """Count one copy more of each block."""
+        """Count one more copy of each block."""
         there, new = self._there, set(blocks)
-        if len(new) == len(blocks) and there.isdisjoint(new):  # as nearly always
+        if len(new) == len(blocks) and there.isdisjoint(new):  # the usual case
             there |= new
             return
         for block in blocks:
@@ -171,11 +173,11 @@ class Copies:
             there.add(block)
 
     def has(self, blocks: Sequence[int]) -> bool:
-        """Whether each of these blocks is there."""
+        """Whether all these blocks are held."""
         return self._there.issuperset(blocks)
 
     def take(self, blocks: Sequence[int]) -> Sequence[int]:
-        """Count one copy less of each block; return the blocks that have none left, and those that had none."""
+        """Count one copy fewer of each block; return the blocks that have none left, and those that had none."""
         further = self._further
         if further and not further.keys().isdisjoint(blocks):
             last = []
@@ -197,29 +199,29 @@ class Copies:
 class RadixIndex:
     """A router's view of all caches, built from events; the reference that other indexes are compared with.
 
-    It ends on every input, and an error leaves it as Dynamo 1.2.1 would be left (see the errors' own texts). On the
-    device a Stored needs its parent; in the tiers below, where offloaded blocks come in the order of their eviction,
-    the last of a chain first, it does not.
+    It terminates on every input, and an error leaves it in the state of Dynamo 1.2.1 (see the error classes). On the
+    device a Stored needs its parent. In the tiers below it does not: offloaded blocks arrive in the order of their
+    eviction, the last of a chain first.
 
     Args:
         clears: what a Cleared empties, in all tiers: the "rank" that sent it (Dynamo from 1.6), or all ranks of its
-            "worker" (Dynamo up to 1.3). With "worker" a Removed follows the older rule, too: below the device as well
-            it raises for a block that is not held, and everywhere for one that it names twice.
+            "worker" (Dynamo up to 1.3). With "worker" a Removed also follows the older rule: it raises for a block that
+            is not held in the tiers below the device too, and in every tier for a block that it names twice.
         count_copies: hold a block until it was removed as often as it was stored, for engines that publish copies
-            (vLLM). Dynamo's tree does not count; a filter before it does (dynamo #8012). For engines that publish each
-            block once leave it off: after an unannounced restart they store again what it still counts.
-        full_reports: with `count_copies`, for requests of vLLM that carry full reports: a Stored without a parent all
-            of whose blocks are held raises no count. So an answer lies between that of a set and the counted one;
-            nothing in an event distinguishes a report from a copy, so that no rule is exact.
-        chunk: blocks a chunk below the device, of engines that offload as vLLM does, which no event says. None: 1, and
-            what names stand for is kept from the first location of a rank on, so that one of a block that was removed
-            before is of no use.
-        clears_below: whether a Cleared empties the tiers below the device, too; vLLM's is of the device alone.
-        stores: stores that workers share, by name, such as `{"disk": {"kind": "files", "workers": [0, 1]}}`: their
-            blocks are credited alike to all these workers, and to the tier that they have in events.
+            (vLLM). Dynamo's tree does not count; a filter before it does (dynamo #8012). Leave it off for engines that
+            publish each block once: after an unannounced restart they store blocks again that are still counted.
+        full_reports: with `count_copies`, for vLLM requests that ask for full reports: a Stored without a parent raises
+            no count if all its blocks are held. So an answer lies between the counted one and that of a set. No rule is
+            exact, because nothing in an event distinguishes a report from a copy.
+        chunk: blocks per chunk below the device, for engines that offload as vLLM does; no event has this number.
+            None: 1, and tokens and parents of blocks are kept from a rank's first location on, so a location of a block
+            that was removed earlier is ignored.
+        clears_below: whether a Cleared also empties the tiers below the device; vLLM's empties only the device.
+        stores: stores that workers share, by name, such as `{"disk": {"kind": "files", "workers": [0, 1]}}`. Their
+            blocks are credited equally to all these workers, in the tier that events name.
 
     Raises:
-        ValueError: `clears` is something else, `chunk` no integer of at least 1, or as `read_stores`.
+        ValueError: an invalid `clears`, `chunk` below 1 or no integer, or an invalid store (see `read_stores`).
     """
 
     def __init__(
@@ -245,27 +247,27 @@ class RadixIndex:
             raise ValueError(unknown_text("clears", clears, CLEARS))
         self._chunk = None if chunk is None else check_integer("chunk", chunk, 1)
         self._has_names = chunk is not None
-        self._chunks: dict[WorkerRank, int] = {}  # for workers that offload like vLLM, if that is known before
+        self._chunks: dict[WorkerRank, int] = {}  # for workers that are known to offload like vLLM
         self._clears_below = clears_below
         self._located: dict[
             WorkerRank, Locations
         ] = {}  # workers that offload like vLLM; their lower tiers are not in `_lower`
         self._clears: Clears = clears
         self._clear_all_ranks = self._strict_removed = clears == "worker"
-        # By worker, rank and tier: number of stores of a block without a Removed since. A Stored that is refused counts
-        # too: the engine holds those blocks.
+        # By worker, rank and tier: number of stores of a block without a Removed since. A rejected Stored counts too:
+        # the engine holds its blocks.
         self._copies: dict[tuple[WorkerRank, StorageTier], Copies] | None = {} if count_copies else None
         self._moved: dict[
             WorkerRank, set[int]
         ] = {}  # blocks of the device's tree that an Updated has moved to the host
-        self._groups: dict[WorkerRank, AttentionGroup] = {}  # where events say of which group they are
+        self._groups: dict[WorkerRank, AttentionGroup] = {}  # where events name a cache group
         self._device = Tree()
         # In the order in which a query continues from tier to tier.
         lower = (tier for tier in StorageTier if tier is not StorageTier.DEVICE)
         self._lower: dict[StorageTier, LowerTier] = {tier: LowerTier() for tier in lower}
 
     def new(self) -> RadixIndex:
-        """An empty index that is made as this one was."""
+        """Return an empty index with the same arguments."""
         index = type(self)(
             clears=self._clears,
             count_copies=self._copies is not None,
@@ -280,14 +282,14 @@ class RadixIndex:
 
     @property
     def stores(self) -> dict[str, StoreSpec]:
-        """The stores that it knows, by name."""
+        """The shared stores, by name."""
         return {} if self._owners is None else {name: each.spec for name, each in self._owners.by_name.items()}
 
     def clear_store(self, name: str) -> None:
-        """Take a store as empty; what workers have stays.
+        """Remove all blocks of a store; the workers' own blocks stay.
 
         Raises:
-            ValueError: there is no such store.
+            ValueError: an unknown store.
         """
         if name not in self.stores:
             raise ValueError(unknown_text("store", name, self.stores))
@@ -299,12 +301,11 @@ class RadixIndex:
         expected: Mapping[StorageTier, dict[WorkerRank, int]],
         answered: Mapping[StorageTier, Mapping[Any, int]],
     ) -> Mapping[StorageTier, dict[WorkerRank, int]]:
-        """What an index may answer, of what this one would: of stores less; see `Owners.allowed`."""
+        """Return the answer that another index may give: `expected`, or fewer blocks of stores (`Owners.allowed`)."""
         return expected if self._owners is None else self._owners.allowed(expected, answered)
 
     def offloads_in_chunks(self, worker_id: int, dp_rank: int, chunk: int | None) -> None:
-        """Be, for one worker and rank, as an index made with this `chunk`, and without `clears_below`; before its first
-        event.
+        """Use this `chunk`, and no `clears_below`, for one worker and rank. Call it before the rank's first event.
 
         Args:
             worker_id: the worker.
@@ -320,13 +321,14 @@ class RadixIndex:
     def apply(self, event: RouterEvent) -> None:
         """Apply one event.
 
-        The blocks of a hybrid model are those of its attention group. An event of another group changes nothing, nor
-        does one that names a prompt's tail.
+        For a hybrid model only the attention group counts. An event of another group, or of a prompt's tail, changes
+        nothing.
 
         Raises:
             ParentBlockNotFound: a Stored whose parent the rank does not hold; nothing changed.
-            BlockNotFound: a Removed of the device, or an Updated, of a block that is not held; the others are removed.
-            InvalidBlockSequence: a Stored with a block under itself; what stands before it is stored.
+            BlockNotFound: a Removed on the device, or an Updated, names a block that is not held; the others are
+                removed.
+            InvalidBlockSequence: a Stored puts a block under itself; the blocks before it are stored.
             TypeError: it is not a `RouterEvent` with a Stored, Removed, Located, Updated or Cleared.
             ValueError: its tier is invalid.
         """
@@ -399,7 +401,7 @@ class RadixIndex:
             )
 
     def remove(self, worker_id: int, dp_rank: int, blocks: Sequence[int]) -> None:
-        """Apply a Removed of the device for each of these blocks; those that the rank does not hold are passed over."""
+        """Apply a Removed on the device for each of these blocks; skip those that the rank does not hold."""
         key = (worker_id, dp_rank)
         if self._has_names or key in self._groups:
             for block in blocks:
@@ -414,7 +416,7 @@ class RadixIndex:
                 self._moved.get(key, set()).difference_update(blocks)
 
     def _update(self, key: WorkerRank, data: Updated, event: RouterEvent) -> None:
-        """Move a block between the device and the host; it stays where it is in the tree."""
+        """Move a block between the device and the host; its node stays in the tree."""
         rank = self._device.ranks.get(key)
         if rank is None or data.block_hash not in rank.blocks:
             _fail(BlockNotFound, event, data.block_hash)
@@ -429,7 +431,7 @@ class RadixIndex:
             moved.discard(block)
 
     def _take_names(self, key: WorkerRank, tier: StorageTier, data: EventData, event: RouterEvent) -> bool:
-        """Take what an event says of names and places; return whether that is all of it."""
+        """Apply what an event says about names and locations; return whether the event needs nothing else."""
         if isinstance(data, SparseStored):
             return True
         found, rank = self._located.get(key), self._device.ranks.get(key)
@@ -468,7 +470,7 @@ class RadixIndex:
         self._forget_copies(worker_id, dp_rank, below=below)
 
     def _copies_in(self, where: tuple[WorkerRank, StorageTier]) -> Copies:
-        """The copies of a worker and rank in a tier."""
+        """Return the copies of a worker and rank in a tier."""
         assert self._copies is not None
         found = self._copies.get(where)
         if found is None:
@@ -476,7 +478,7 @@ class RadixIndex:
         return found
 
     def _forget_copies(self, worker_id: int, dp_rank: int | None = None, *, below: bool = True) -> None:
-        """Drop the copies of a worker, or of one rank of it; those below the device only if `below`."""
+        """Drop the copies of a worker, or of one of its ranks; those below the device only if `below`."""
         for where in [where for where in self._copies or () if where[0][0] == worker_id]:
             if dp_rank in (None, where[0][1]) and (below or where[1] is StorageTier.DEVICE):
                 assert self._copies is not None
@@ -501,7 +503,7 @@ class RadixIndex:
 
         Args:
             local_hashes: local hash of each block, in order from the first.
-            early_exit: stop at the first block that one rank alone holds; its score is then a lower bound.
+            early_exit: stop at the first block that only one rank holds; its score is then a lower bound.
         """
         return OverlapScores(self._device.find(local_hashes, early_exit))
 
@@ -510,14 +512,14 @@ class RadixIndex:
     ) -> dict[StorageTier, dict[WorkerRank, int]]:
         """Find how many leading blocks of a prompt each worker and rank holds, tier by tier.
 
-        Of the device these are the blocks of `find_matches`; of each tier below, in the order of `StorageTier`, those
-        by which it extends what the tiers before it have. A block that several tiers hold counts in the fastest. Where
-        an Updated has moved some, each leading block counts in the tier where it is, though one of the device may stand
-        behind it.
+        For the device the number is that of `find_matches`. For each tier below, in the order of `StorageTier`, it is
+        the number of blocks by which the tier extends the match of the tiers before it. A block that several tiers hold
+        counts in the fastest. If an Updated moved blocks, each leading block counts in the tier where it is now, even
+        if a block on the device follows it.
 
         Args:
             local_hashes: local hash of each block, in order from the first.
-            updated: whether moves by Updated count; else such blocks are the device's.
+            updated: whether moves by Updated count; otherwise moved blocks count on the device.
 
         Returns:
             Blocks by `(worker_id, dp_rank)`, by tier; workers and tiers without any are absent.
@@ -562,7 +564,7 @@ class RadixIndex:
         device: dict[WorkerRank, int],
         found: dict[StorageTier, dict[WorkerRank, int]],
     ) -> None:
-        """Count blocks that moved to the host there."""
+        """Count blocks that were moved to the host in the host's tier."""
         path = self._device.path(hashes)
         for key, moved in self._moved.items():
             depth = device.get(key, 0)
@@ -581,15 +583,15 @@ class RadixIndex:
             found.pop(StorageTier.DEVICE, None)
 
     def dump_events(self) -> list[RouterEvent]:
-        """Events that build an index with the same answers from an empty one.
+        """Return events that build an index with the same answers from an empty one.
 
-        One block an event, tier by tier and rank by rank, and once more for each further copy that it counts; ids count
-        from 0 and belong to no worker. Those of the device come breadth first, and what no query can reach for a rank
-        is left out: orphans of a removed block. Where a rank gave one block two sequence hashes, the last is named;
-        where it gave one sequence hash to two blocks, which no honest engine does, one of them may be missing. Below
-        the device all blocks are there, in the order in which they were stored; of an engine that publishes
-        locations, those whose tokens are known, and what stands in the middle of a chunk may be missing. Of a hybrid
-        model they are of the attention group, by its number.
+        Each event has one block, tier by tier and rank by rank, and is repeated for each further copy that is counted.
+        Ids count from 0 and belong to no worker. Blocks of the device come breadth first; blocks that no query can
+        reach for a rank (orphans of a removed block) are left out. If a rank gave one block two sequence hashes, the
+        last is used. If it gave one sequence hash to two blocks, which no correct engine does, one of them may be
+        missing. Below the device all blocks are included, in the order of their Stored. For an engine that publishes
+        locations only blocks with known tokens are included, and blocks inside a chunk may be missing. For a hybrid
+        model the events have the number of the attention group.
         """
         extras = {key: group_extra(group.group_idx) for key, group in self._groups.items()}
         found = list(self.edges())
@@ -607,7 +609,7 @@ class RadixIndex:
         ]
 
     def edges(self, worker_id: int | None = None) -> Iterator[tuple[StorageTier, WorkerRank, Edge]]:
-        """Yield what `dump_events` makes events of, in the same order: tier, worker and rank, and the block.
+        """Yield the tier, the worker and rank, and the block of each event of `dump_events`, in the same order.
 
         Args:
             worker_id: the worker; None for all.
@@ -624,15 +626,15 @@ class RadixIndex:
                 yield from ((tier, key, edge) for tier, edge in located)
 
     def remove_worker(self, worker_id: int) -> None:
-        """Forget a worker with all its ranks and tiers; an unknown one is ignored."""
+        """Remove a worker with all its ranks and tiers; an unknown worker is ignored."""
         for dp_rank in {dp_rank for worker, dp_rank in self._keys() if worker == worker_id}:
             self.remove_worker_dp_rank(worker_id, dp_rank)
         if self._owners is not None:
-            self._owners.left((worker_id, 0))  # it may have published nothing
+            self._owners.left((worker_id, 0))  # the worker may not have published anything
         self._forget_copies(worker_id)
 
     def remove_worker_dp_rank(self, worker_id: int, dp_rank: int) -> None:
-        """Forget one rank of a worker; an unknown one is ignored."""
+        """Remove one rank of a worker; an unknown rank is ignored."""
         rank = self._device.ranks.pop((worker_id, dp_rank), None)
         if rank is not None:
             self._device.clear(rank)
@@ -646,22 +648,22 @@ class RadixIndex:
         self._forget_copies(worker_id, dp_rank)
 
     def clear_all_blocks(self, worker_id: int) -> None:
-        """Empty all ranks and tiers of a worker, which stays known; an unknown one is ignored."""
+        """Empty all ranks and tiers of a worker without removing it; an unknown worker is ignored."""
         self._clear(worker_id)
 
     @property
     def workers(self) -> list[WorkerRank]:
-        """Workers and ranks that have stored and were not removed since, sorted; some may hold nothing now."""
+        """Workers and ranks that stored blocks and were not removed since, sorted; some may hold nothing now."""
         return sorted(self._keys())
 
     def _keys(self) -> set[WorkerRank]:
         return set(self._device.ranks).union(self._located, *(lower.ranks for lower in self._lower.values()))
 
     takes_updates: ClassVar[bool] = True
-    """It is given Updated, and keeps apart the levels that these name."""
+    """Whether it is given Updated events and tells their levels apart."""
 
     def num_blocks(self, worker_id: int, dp_rank: int = 0, *, tier: StorageTier | str = StorageTier.DEVICE) -> int:
-        """Count the blocks that a worker and rank holds in a tier, orphans too; 0 for an unknown one."""
+        """Count the blocks that a worker and rank holds in a tier, including orphans; 0 for an unknown rank."""
         key = (worker_id, dp_rank)
         # A fleet calls this for every worker at every pick.
         lower = None if tier is StorageTier.DEVICE else self._lower.get(StorageTier.of(tier))

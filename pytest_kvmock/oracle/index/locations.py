@@ -1,10 +1,10 @@
-"""Where blocks are below the device, of an engine that publishes places of names: vLLM, as it offloads.
+"""Locations of blocks below the device, for engines that publish them without tokens: vLLM's native offload.
 
-Theory of operation. A location says that a block is in a tier, and nothing of its tokens. So what a name stands for is
-kept from the Stored of any tier, also when the device lets go of the block: a location may come after that. A query
-follows the names of its local hashes from the root on, and asks for the names of chunks: the tier has chunks of some
-blocks, each under the name of its last one, and part of a chunk is worth nothing. It goes on from where the device's
-match ends; there is no way back.
+Theory of operation. A location says that a block is in a tier; it has no tokens. So the parent and tokens of each name
+are kept from the Stored of any tier, even after the device evicts the block: a location may come later. A query
+follows the names of its local hashes from the root, and looks up the names of chunks: a tier holds chunks of several
+blocks, each under the name of its last block, and an incomplete chunk counts nothing. The query continues from the end
+of the device's match and never goes back.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Final
 from pytest_kvmock.values.events import StorageTier, Stored
 
 MOST_NAMES: Final = 2**18
-"""How many names of a rank are kept, in addition to those of blocks that are somewhere."""
+"""Number of names of a rank that are kept in addition to those of blocks that some tier holds."""
 
 
 class Locations:
-    """The names of one worker and rank, and how often each is in each tier below the device.
+    """The names of one worker and rank, and their number of copies in each tier below the device.
 
     Attributes:
         copies: by tier, how often each block was stored or located there and not removed since.
@@ -31,10 +31,10 @@ class Locations:
     def __init__(self) -> None:
         self.copies: dict[StorageTier, Counter[int]] = {}
         self._names: dict[tuple[int | None, int], int] = {}
-        self._edges: dict[int, tuple[int | None, int]] = {}  # the path to each name, the newest last
+        self._edges: dict[int, tuple[int | None, int]] = {}  # parent and local hash of each name, the newest last
 
     def know(self, parent: int | None, block: int, local: int) -> None:
-        """Know what a block stands for; what it was taken to stand for before is forgotten."""
+        """Record the parent and local hash of a block, in place of earlier ones."""
         before = self._edges.pop(block, None)
         if before is not None and before != (parent, local) and self._names.get(before) == block:
             del self._names[before]
@@ -42,11 +42,11 @@ class Locations:
         self._names[parent, local] = block
 
     def knows(self, block: int) -> bool:
-        """Whether it is known what a block stands for."""
+        """Whether the parent and local hash of a block are known."""
         return block in self._edges
 
     def stored(self, data: Stored, on_device: Container[int]) -> None:
-        """Know what the blocks of a Stored stand for; `on_device` are those that are there."""
+        """Record the blocks of a Stored; `on_device` are the blocks that the device holds."""
         parent = data.parent_hash
         for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
             self.know(parent, block, local)
@@ -55,7 +55,7 @@ class Locations:
             self._forget(on_device)
 
     def _forget(self, on_device: Container[int]) -> None:
-        """Forget the oldest names of blocks that are nowhere."""
+        """Drop the oldest names of blocks that no tier holds."""
         for block in list(self._edges)[:-MOST_NAMES]:
             if block not in on_device and not any(block in copies for copies in self.copies.values()):
                 edge = self._edges.pop(block)
@@ -63,11 +63,11 @@ class Locations:
                     del self._names[edge]
 
     def located(self, tier: StorageTier, blocks: Sequence[int]) -> None:
-        """Take blocks as being in a tier once more."""
+        """Count one more copy of each block in a tier."""
         self.copies.setdefault(tier, Counter()).update(blocks)
 
     def removed(self, tier: StorageTier, blocks: Sequence[int]) -> int | None:
-        """Take one copy of each block out of a tier; return the first that is not there, if there is one."""
+        """Count one copy fewer of each block in a tier; return the first block that is not there, if any."""
         copies, unknown = self.copies.setdefault(tier, Counter()), None
         for block in blocks:
             if copies[block] > 1:
@@ -77,17 +77,17 @@ class Locations:
         return unknown
 
     def clear(self) -> None:
-        """Take all blocks out of all tiers."""
+        """Remove all blocks from all tiers."""
         self.copies.clear()
 
     def extends(self, tier: StorageTier, local_hashes: Sequence[int], depth: int, chunk: int) -> int:
-        """By how many blocks whole chunks of a tier extend a match of `depth` leading blocks; at least a chunk, or 0.
+        """Return by how many blocks a tier's chunks extend a match of `depth` leading blocks; at least a chunk, or 0.
 
         Args:
-            tier: which.
+            tier: the tier.
             local_hashes: the query.
-            depth: how many leading blocks the faster tiers have.
-            chunk: blocks a chunk; chunks are counted from the first block of the query.
+            depth: number of leading blocks that the faster tiers hold.
+            chunk: blocks per chunk; chunks are counted from the first block of the query.
         """
         copies = self.copies.get(tier)
         if not copies:
@@ -105,9 +105,7 @@ class Locations:
         return end - depth if end - depth >= chunk else 0
 
     def __iter__(self) -> Iterator[tuple[StorageTier, tuple[int | None, int, int]]]:
-        """Each copy in each tier, as `(parent's name, name, local hash)`; those of which nothing else is known are
-        left out.
-        """
+        """Yield each copy in each tier as `(parent's name, name, local hash)`, without blocks of unknown tokens."""
         for tier, copies in self.copies.items():
             for block, count in copies.items():
                 if block in self._edges:

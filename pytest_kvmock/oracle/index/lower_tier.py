@@ -1,17 +1,17 @@
 """The blocks of one tier below the device: edges from block to block, not a tree.
 
 Theory of operation. An engine offloads blocks in the order in which the device evicts them: the last block of a chain
-first, a block without its parent as often as with it. So a tier holds, for each worker and rank, edges
-`(parent's sequence hash, local hash) -> sequence hash`, and a Stored adds some whether the parent is held or not
-(Dynamo, `LowerTierIndexer` of kv-router 1.2.1). A query goes on from where the match of the faster tiers ends: it
-follows the edge of the next local hash as long as there is one.
+first, and often a block without its parent. So a tier holds, for each worker and rank, edges
+`(parent's sequence hash, local hash) -> sequence hash`, and a Stored adds edges even if the parent is not held
+(Dynamo, `LowerTierIndexer` of kv-router 1.2.1). A query continues from the end of the faster tiers' match: it follows
+the edge of the next local hash as long as there is one.
 
-As in 1.2.1, the first edge of a place wins: a Stored that names another block there, or another place for a block that
-is held, ends at that block, and is not an error. A removed block leaves the edges of its children.
+As in 1.2.1, the first edge of a place wins. If a Stored names another block there, or another place for a block that
+is held, it ends at that block without an error. Removing a block keeps the edges of its children.
 
-It differs where 1.2.1 is wrong by accident. 1.2.1 keeps one table of edges for all workers, in which only those workers
-share an edge that give the block the same name; here each rank has its own table. A Removed with an unknown block
-removes the others all the same, as on the device; 1.2.1 stops there.
+This module differs where 1.2.1 is wrong by accident. 1.2.1 keeps one table of edges for all workers, in which workers
+share an edge only if they give the block the same name; here each rank has its own table. A Removed with an unknown
+block still removes the others, as on the device; 1.2.1 stops there.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Match(NamedTuple):
     """How far a query matches for one worker and rank.
 
     Attributes:
-        depth: how many leading blocks.
-        last: sequence hash of the last of them; None if there are none.
+        depth: number of leading blocks that match.
+        last: sequence hash of the last of them; None if it is unknown or there are none.
     """
 
     depth: int
@@ -39,19 +39,19 @@ class Edges:
     """What one worker and rank holds in one tier below the device.
 
     Attributes:
-        blocks: its blocks by sequence hash, each with its parent's and its local hash, in the order of their Stored.
+        blocks: by sequence hash, each block's parent and local hash, in the order of their Stored.
     """
 
     __slots__ = ("_by_local", "blocks")
 
     def __init__(self) -> None:
         self.blocks: dict[int, tuple[int | None, int]] = {}
-        # The first key is the local hash: where the match of the device ends, only the next local hash is known, not
-        # the block's name.
+        # The first key is the local hash: at the end of the device's match only the next local hash is known, not the
+        # name of the parent.
         self._by_local: dict[int, dict[int | None, int]] = {}
 
     def store(self, data: Stored) -> None:
-        """Add the blocks of a Stored, up to the first that contradicts what is held."""
+        """Add the blocks of a Stored, up to the first that contradicts a held block."""
         parent, blocks = data.parent_hash, self.blocks
         for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
             if blocks.get(block, (parent, local)) != (parent, local):
@@ -82,11 +82,11 @@ class Edges:
         self._by_local.clear()
 
     def after_device(self, local_hashes: Sequence[int], depth: int, node: Node, rank: Rank) -> Match | None:
-        """The match of the device, with the sequence hash under which this tier goes on from it; None if it does not.
+        """Return the device's match with the sequence hash from which this tier continues; None if it does not.
 
         Args:
             local_hashes: the query.
-            depth: how many leading blocks the device has, at least one.
+            depth: number of leading blocks that the device holds, at least one.
             node: the last of them in the device's tree.
             rank: the same worker and rank there.
         """
@@ -98,7 +98,7 @@ class Edges:
         return None
 
     def extend(self, local_hashes: Sequence[int], match: Match) -> Match:
-        """The match with the blocks that this tier adds to it; the same object where it adds none."""
+        """Return the match with the blocks that this tier adds to it; the same object if it adds none."""
         depth, last = match
         while depth < len(local_hashes):
             child = self._by_local.get(local_hashes[depth], {}).get(last)
@@ -108,7 +108,7 @@ class Edges:
         return match if depth == match.depth else Match(depth, last)
 
     def __iter__(self) -> Iterator[tuple[int | None, int, int]]:
-        """Each block as `(parent's sequence hash, sequence hash, local hash)`, in the order of their Stored."""
+        """Yield each block as `(parent's sequence hash, sequence hash, local hash)`, in the order of their Stored."""
         for block, (parent, local) in self.blocks.items():
             yield parent, block, local
 
@@ -117,7 +117,7 @@ class LowerTier:
     """The blocks of one tier below the device.
 
     Attributes:
-        ranks: what each worker and rank holds there.
+        ranks: the blocks that each worker and rank holds in the tier.
     """
 
     __slots__ = ("ranks",)

@@ -1,7 +1,7 @@
-"""What a router may know of the pages at Mooncake's master, by the master's own stream.
+"""What a router can learn about the pages at Mooncake's master from the master's own stream.
 
-It does what `kv_router/shared_cache.rs` of dynamo-llm 1.6.1 does, as it was read: there is no snapshot, so after a gap,
-a lost connection or another layout it knows nothing until pages are put again.
+It follows the source `kv_router/shared_cache.rs` of dynamo-llm 1.6.1: there is no snapshot, so after a gap, a lost
+connection or another layout it is empty until pages are put again.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from typing import Final
 from pytest_kvmock.values.shared_stores import MasterMessage
 
 MOST_OBJECTS: Final = 1_000_000
-"""Objects that it remembers; with one more it forgets all."""
+"""Number of objects that are kept; one more clears all."""
 
 _TENANT: Final = "default"
 
 
 class MasterPages:
-    """The objects that a master's stream has announced, and which pages they make.
+    """The objects that a master's stream announced, and the pages that they make up.
 
     Args:
-        keys: the keys of all objects of a page, by its hash in hex.
+        keys: returns the keys of all objects of a page, given the page's hash in hex.
 
     Attributes:
-        objects: the keys that are there.
+        objects: the keys of the present objects.
         gaps: how often a gap in the numbers has cleared it.
     """
 
@@ -38,7 +38,7 @@ class MasterPages:
         self._advertised: dict[int, Hashable] = {}
 
     def advertise(self, worker_id: int, layout: Hashable) -> None:
-        """A worker says how it cuts a page, and where the master is; another layout than before clears all."""
+        """Record how a worker cuts a page, and where its master is; a changed layout clears all."""
         before = self._advertised.get(worker_id)
         if before is not None and before != layout:
             self.clear()
@@ -46,11 +46,11 @@ class MasterPages:
 
     @property
     def agrees(self) -> bool:
-        """Whether all workers say the same; else no page is there for any."""
+        """Whether all workers advertise the same layout; otherwise no page can be loaded."""
         return len({*self._advertised.values()}) <= 1
 
     def take(self, message: MasterMessage) -> None:
-        """Apply a message: one that came is ignored, and one that does not follow clears what was known first."""
+        """Apply a message. A repeated message is ignored; after a gap everything is cleared first."""
         if self._last is not None:
             if message.number == self._last:
                 return
@@ -69,12 +69,16 @@ class MasterPages:
             self.objects.clear()
 
     def clear(self) -> None:
-        """Know nothing, as after a lost connection: the next message may have any number."""
+        """Drop all objects, as after a lost connection: the next message may have any number."""
         self.objects.clear()
         self._last = None
 
     def hits(self, pages: Sequence[str]) -> list[int]:
-        """Places of the pages that are there whole, by their hashes; those behind a hole too."""
+        """Return the positions of the complete pages, including those after a hole.
+
+        Args:
+            pages: hashes of the pages, in order.
+        """
         if not self.agrees:
             return []
         return [place for place, page in enumerate(pages) if self.objects.issuperset(self._keys(page))]

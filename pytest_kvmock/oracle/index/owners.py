@@ -1,9 +1,10 @@
-"""Blocks that belong to a store and to no worker, as a router can know them.
+"""Blocks that belong to a store and to no worker, as far as a router can know them.
 
-Theory of operation. A worker's stream says what it has put into a store; the block is everybody's who can load from it.
-So what streams say of a store is one set, which its workers are credited alike, each from where its own tiers end. It
-is a set and not a count: the same block is announced again and again. A worker that leaves, or is cleared, takes
-nothing of it. No stream says what a store has dropped, so this is what may be there.
+Theory of operation. A worker's stream announces the blocks that the worker puts into a store; every worker that can
+load from the store can use them. So the announced blocks of a store are one set. It is credited equally to all its
+workers, to each from the end of its own tiers. It is a set and not a count, because the same block is announced
+repeatedly. A worker that leaves, or is cleared, removes nothing from it. No stream announces what a store drops, so the
+set holds the blocks that may be there.
 """
 
 from __future__ import annotations
@@ -18,17 +19,17 @@ from pytest_kvmock.values.shared_stores import StoreSpec
 from pytest_kvmock.values.tokens import block_hashes
 
 Depths: TypeAlias = Mapping[Any, int]
-"""Blocks from the first of a prompt, by worker."""
+"""Number of leading blocks of a prompt, by worker."""
 
 
 class OwnedBlocks:
     """What one store has, according to the streams of its workers.
 
     Args:
-        spec: which store.
+        spec: the store.
 
     Attributes:
-        spec: as given.
+        spec: the store.
     """
 
     __slots__ = ("_places", "spec")
@@ -43,7 +44,7 @@ class OwnedBlocks:
         return {*self._places.copies.get(self.spec.tier, ())}
 
     def take_event(self, event: RouterEvent) -> bool:
-        """Take an event of a worker that can load from it; return whether it is about it."""
+        """Apply an event of a worker that can load from the store; return whether the event is about the store."""
         data, of_store = event.event.data, event.storage_tier is self.spec.tier
         if isinstance(data, Stored) and not isinstance(data, SparseStored):
             self.learn(data, by_store=of_store)
@@ -56,15 +57,15 @@ class OwnedBlocks:
         return True
 
     def left(self, key: WorkerRank) -> None:
-        """A worker has left; it takes nothing of it."""
+        """Record that a worker left; the store keeps its blocks."""
 
     def learn(self, data: Stored, *, by_store: bool) -> None:
-        """Learn what the blocks of a worker's Stored stand for, wherever they are.
+        """Record parents and local hashes of a worker's Stored, in any tier.
 
         Args:
-            data: what was stored.
-            by_store: it is about the store. Such a Stored has neither adapter nor salt, of blocks that have one too
-                (Mooncake below vLLM), so it says nothing new of a name that is known.
+            data: the Stored.
+            by_store: whether it is about the store. Such a Stored leaves out adapter and salt, even for blocks that
+                have one (Mooncake below vLLM), so it does not overwrite a known name.
         """
         if not by_store:
             self._places.stored(data, ())
@@ -76,34 +77,33 @@ class OwnedBlocks:
             parent = block
 
     def take(self, blocks: Iterable[int]) -> None:
-        """Take blocks as being there; those that are there already are there once."""
+        """Add blocks to the store; a block that is already there is counted once."""
         there = self._places.copies.get(self.spec.tier, ())
         self._places.located(self.spec.tier, [block for block in dict.fromkeys(blocks) if block not in there])
 
     def drop(self, blocks: Iterable[int]) -> None:
-        """Take blocks as being there no more, for all workers; those that are not there are passed over."""
+        """Remove blocks from the store, for all workers; skip those that are not there."""
         there = self._places.copies.get(self.spec.tier)
         if there is not None:
             for block in blocks:
                 there.pop(block, None)
 
     def clear(self) -> None:
-        """Take it as empty."""
+        """Remove all blocks from the store."""
         self._places.clear()
 
     def extends(self, local_hashes: Sequence[int], depth: int, chunk: int) -> int:
-        """By how many blocks it extends what the faster tiers of a worker have; see `Locations.extends`."""
+        """Return by how many blocks the store extends the faster tiers of a worker; see `Locations.extends`."""
         return self._places.extends(self.spec.tier, local_hashes, depth, chunk)
 
 
 class OwnedChunks(OwnedBlocks):
-    """What LMCache's server has, according to the streams of its workers: chunks of several blocks, by a chain of their
-    own.
+    """What LMCache's server has, according to the streams of its workers: chunks of several blocks with their own
+    chain of hashes.
 
-    A chunk is taken apart into blocks by its tokens, of the size that the workers' own events show; where that is not
-    known yet it waits, and an event without tokens says nothing. A chunk is there while any stream announces it, as
-    each takes back what it announced itself; what a worker announced that has left is there until another takes it
-    back.
+    A chunk's tokens are split into blocks of the size that the workers' own events show. Until that size is known, the
+    chunk waits; an event without tokens adds nothing. A chunk is there as long as one stream announces it, because each
+    stream withdraws only its own announcements. A chunk of a worker that left stays until another worker withdraws it.
     """
 
     __slots__ = ("_by", "_size", "_units", "_waiting")
@@ -111,12 +111,12 @@ class OwnedChunks(OwnedBlocks):
     def __init__(self, spec: StoreSpec) -> None:
         super().__init__(spec)
         self._size: int | None = None
-        self._units = 1  # blocks a chunk
+        self._units = 1  # blocks per chunk
         self._by: dict[int, set[WorkerRank]] = {}
         self._waiting: dict[int, tuple[int | None, Sequence[int]]] = {}
 
     def take_event(self, event: RouterEvent) -> bool:
-        """Take an event of a worker; return whether it is about the server."""
+        """Apply an event of a worker; return whether it is about the server."""
         data = event.event.data
         if event.storage_tier is not self.spec.tier or isinstance(data, Cleared):
             if self._size is None and isinstance(data, Stored) and event.token_ids:
@@ -145,7 +145,7 @@ class OwnedChunks(OwnedBlocks):
         return True
 
     def _know(self, chunk: int, parent: int | None, tokens: Sequence[int]) -> None:
-        """Know a chunk by its blocks, the last of which has its name, and the others some that no engine gives."""
+        """Record the blocks of a chunk: the last has the chunk's name, the others have names that no engine uses."""
         assert self._size is not None
         local = block_hashes(tokens, self._size)
         self._units = max(1, len(local))
@@ -155,18 +155,18 @@ class OwnedChunks(OwnedBlocks):
             parent = name
 
     def left(self, key: WorkerRank) -> None:
-        """A worker has left: what others announce too is theirs to take back."""
+        """Record that a worker left: chunks that others also announce depend on those only."""
         for by in self._by.values():
             if len(by) > 1:
                 by.discard(key)
 
     def clear(self) -> None:
-        """Take it as empty."""
+        """Remove all blocks from the server."""
         super().clear()
         self._by.clear()
 
     def extends(self, local_hashes: Sequence[int], depth: int, chunk: int) -> int:  # noqa: ARG002 - it has its own
-        """By how many blocks whole chunks of it extend what the faster tiers of a worker have."""
+        """Return by how many blocks the server's chunks extend the faster tiers of a worker."""
         start = depth // self._units * self._units
         return max(0, super().extends(local_hashes, start, self._units) - (depth - start))
 
@@ -178,7 +178,7 @@ class Owners:
         specs: the stores, by name.
 
     Attributes:
-        by_name: what each has.
+        by_name: the blocks of each store.
     """
 
     __slots__ = ("_by_worker", "_gone", "by_name")
@@ -194,20 +194,20 @@ class Owners:
         self._gone: set[WorkerRank] = set()
 
     def take(self, event: RouterEvent) -> bool:
-        """Take an event of a worker; return whether it is about a store, and so about nothing of the worker's."""
+        """Apply an event of a worker; return whether it is about a store, and so not about the worker's own tiers."""
         if self._gone:
             self._gone.discard(event.key)
         taken = [owned.take_event(event) for owned in self._by_worker.get(event.worker_id, ())]
         return any(taken)
 
     def left(self, key: WorkerRank) -> None:
-        """A rank of a worker was removed: nothing can be loaded by it, and its stores keep what they have."""
+        """Record that a rank of a worker was removed: it can load nothing, and its stores keep their blocks."""
         self._gone.add(key)
         for owned in self._by_worker.get(key[0], ()):
             owned.left(key)
 
     def loaders(self, tier: StorageTier, known: Iterable[WorkerRank]) -> list[tuple[OwnedBlocks, WorkerRank]]:
-        """Each store of a tier with each rank that can load from it: those that are known, and the first of others."""
+        """Return each store of a tier with each rank that can load from it: the known ranks of a worker, or rank 0."""
         ranks: dict[int, list[WorkerRank]] = {}
         for key in known:
             ranks.setdefault(key[0], []).append(key)
@@ -225,20 +225,21 @@ class Owners:
         expected: Mapping[StorageTier, dict[WorkerRank, int]],
         answered: Mapping[StorageTier, Mapping[Any, int]],
     ) -> dict[StorageTier, dict[WorkerRank, int]]:
-        """What an index may answer, of what this one would: of a store less, if all its workers are credited alike.
+        """Return the answer that another index may give: `expected`, or less of a store, equally for all its workers.
 
-        A promise may be lowered, as a block may be gone without a word, and an index of workers leaves stores out.
+        Fewer blocks of a store are allowed, because a store drops blocks without an event, and an index that only knows
+        workers leaves stores out.
 
         Args:
-            expected: what this one would answer, tier by tier.
-            answered: what the other did, by worker and rank, or by worker.
+            expected: the answer of this index, tier by tier.
+            answered: the answer of the other index, by worker and rank, or by worker.
         """
         out = dict(expected)
         for owned in self.by_name.values():
             tier = owned.spec.tier
             promised, given = expected.get(tier, {}), answered.get(tier, {})
             ours = {key: blocks for key, blocks in promised.items() if key[0] in owned.spec.workers}
-            # An index that does not tell ranks apart answers by worker.
+            # An index that does not distinguish ranks answers by worker.
             found = {key: given.get(key, given.get(key[0], 0)) for key in ours}
             theirs = {key: blocks for key, blocks in found.items() if blocks}
             depths = depths_above(tier, expected, ours)
@@ -248,18 +249,18 @@ class Owners:
 
 
 def depths_above(tier: StorageTier, found: Mapping[StorageTier, Mapping[Any, int]], keys: Iterable[Any]) -> Depths:
-    """Where the tiers that are faster than one end, by worker, of what an index found."""
+    """Return how many leading blocks the tiers faster than `tier` hold, by worker, in an index's answer."""
     faster = [scores for each, scores in found.items() if _is_faster(each, tier)]
     return {key: sum(scores.get(key, 0) for scores in faster) for key in keys}
 
 
 class WrongPromise(NamedTuple):
-    """What is wrong with what is promised of a store.
+    """A wrong number of blocks that a worker is promised from a store.
 
     Attributes:
-        store: its name.
+        store: the store's name.
         worker: the worker.
-        blocks: what that is promised.
+        blocks: the number that it is promised.
         expected: what it may be promised, in words.
     """
 
@@ -276,16 +277,16 @@ def first_wrong_promise(
     loaders: Callable[[StoreSpec], Iterable[Any]],
     known: Sequence[Depths] = (),
 ) -> WrongPromise | None:
-    """The first wrong promise of any store; None: all are right.
+    """Return the first wrong promise of any store; None: all are right.
 
-    Where promises begin depends on what is known of the faster tiers: of all of them, of the device alone, or else.
+    A promise begins where the known faster tiers end: all of them, only the device, or one of `known`.
 
     Args:
         stores: the stores.
         found: what an index of owners finds, tier by tier.
         said: how many blocks each worker is promised, by store.
-        loaders: returns the workers of a store that are looked at.
-        known: further numbers of blocks that may be known of the faster tiers, by worker.
+        loaders: returns the workers of a store that are checked.
+        known: further numbers of leading blocks that the faster tiers may be known to hold, by worker.
     """
     for name, spec in stores.items():
         there, promised, ours = found.get(spec.tier, {}), said.get(name, {}), [*loaders(spec)]
@@ -299,14 +300,15 @@ def first_wrong_promise(
 
 
 def wrong_promise(ends: Depths, depths: Depths, said: Mapping[Any, int]) -> tuple[Any, str] | None:
-    """The first worker of a store that is promised what it must not be, and what it may be; None: all is right.
+    """Return the first worker of a store with a wrong promise, and the allowed promise; None: all are right.
 
-    Each may be promised what is there, or all of them alike less, as a block may be gone without a word.
+    The workers may be promised all blocks that are there, or all of them fewer, up to one common end: a store drops
+    blocks without an event.
 
     Args:
-        ends: where what each worker of the store can load ends, in blocks from the first of a prompt.
-        depths: where the faster tiers of each end.
-        said: how many blocks each is promised from there on; those that are left out get none.
+        ends: number of leading blocks after which each worker of the store can load no more.
+        depths: number of leading blocks in the faster tiers of each.
+        said: number of blocks that each is promised from there on; absent workers are promised none.
     """
     for key, blocks in said.items():
         if blocks and key not in ends:

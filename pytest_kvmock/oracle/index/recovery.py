@@ -1,13 +1,13 @@
-"""Recovery of events that a router missed: what the worker still has of them, and when the router has to ask.
+"""Recovery of events that a router missed: which of them the worker still has, and when the router must ask.
 
-Theory of operation. A worker keeps its last events in a ring, and a tree of all that they built (`LocalIndex`; Dynamo's
-`LocalKvIndexer`). A router keeps, for each worker and rank, the id of the last event that it has applied
-(`RouterCursor`). An id that is not the next one shows that events are missing; then the router asks for those from the
-next one on, and gets them, or a dump of the tree where the ring no longer reaches back that far. Neither calls the
-other: the index answers queries, the cursor returns what to do.
+Theory of operation. A worker keeps its last events in a ring, and a tree of the blocks of all its events (`LocalIndex`;
+Dynamo's `LocalKvIndexer`). A router keeps, for each worker and rank, the id of the last event that it applied
+(`RouterCursor`). A non-consecutive id shows that events are missing. Then the router asks for the events after its
+last, and gets them, or a dump of the tree if the ring no longer reaches back that far. The two do not call each other:
+the index answers queries, the cursor returns the next actions.
 
-The events of a dump have their own ids, from 0 on. They are not ids of the worker, and a router that takes them for
-such asks again at every event (dynamo #7072).
+The events of a dump have their own ids, from 0 on. A router that takes these for ids of the worker asks again at every
+event (dynamo #7072).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from pytest_kvmock.values.events import (
 )
 
 RING: Final = 4096
-"""How many events a worker keeps by default (dynamo-mocker: its router harness)."""
+"""Number of events that a worker keeps by default (dynamo-mocker's router harness)."""
 
 _log = logging.getLogger("pytest_kvmock.oracle")
 
@@ -47,9 +47,9 @@ class WorkerQuery(NamedTuple):
 
     Attributes:
         worker_id: the worker.
-        start: the first event id that is wanted; None: all that the worker holds.
-        end: the last one; None: the newest.
-        dp_rank: which of its ranks.
+        start: the first event id; None: all that the worker holds.
+        end: the last event id; None: the newest.
+        dp_rank: the worker's rank.
     """
 
     worker_id: int
@@ -63,11 +63,11 @@ class WorkerQuery(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Events:
-    """The events themselves, from the first that was asked for up to the newest.
+    """The requested events, up to the newest.
 
     Attributes:
-        events: the published events. What stood before the last Cleared among them is left out.
-        last_event_id: id of the newest.
+        events: the published events, without those before the last Cleared among them.
+        last_event_id: id of the newest event.
     """
 
     events: tuple[RouterEvent, ...]
@@ -80,7 +80,7 @@ class TreeDump:
 
     Attributes:
         events: their ids count from 0 and belong to no worker.
-        last_event_id: id of the newest event that is in it; 0 also when nothing was ever published.
+        last_event_id: id of the newest event in the dump; also 0 if no event was ever published.
     """
 
     events: tuple[RouterEvent, ...]
@@ -92,8 +92,8 @@ class TooNew:
     """The answer to a query for events that have not been published yet.
 
     Attributes:
-        requested_start: the first id that was asked for.
-        requested_end: the last one; the newest there is, if none was named.
+        requested_start: the first requested id.
+        requested_end: the last requested id; the newest available one if the query had none.
         newest_available: id of the newest event.
     """
 
@@ -104,11 +104,11 @@ class TooNew:
 
 @dataclass(frozen=True, slots=True)
 class InvalidRange:
-    """The end that was asked for stands before the start.
+    """The answer to a query whose end is before its start.
 
     Attributes:
-        start_id: the first id that was asked for.
-        end_id: the last one.
+        start_id: the first requested id.
+        end_id: the last requested id.
     """
 
     start_id: int
@@ -122,13 +122,13 @@ class LocalIndex:
     """The events that one rank of a worker keeps, for routers that missed some.
 
     Args:
-        ring: how many of its last events it keeps.
-        to_newest: an answer runs to the newest event, whatever end was asked for, and begins at the last Cleared in it
-            (kv-router 1.2.1). False: from the start to the end, as they were (before dynamo #8021).
-        clears_below: whether a Cleared empties the tiers below the device, too, as in `RadixIndex`.
+        ring: number of last events that are kept.
+        to_newest: an answer runs to the newest event, whatever end was requested, and begins at its last Cleared
+            (kv-router 1.2.1). False: exactly from the start to the end (before dynamo #8021).
+        clears_below: whether a Cleared also empties the tiers below the device, as in `RadixIndex`.
 
     Raises:
-        ValueError: no ring.
+        ValueError: an invalid `ring`.
     """
 
     def __init__(self, ring: int = RING, *, to_newest: bool = True, clears_below: bool = True) -> None:
@@ -136,7 +136,7 @@ class LocalIndex:
         self._ring: deque[RouterEvent] = deque(maxlen=ring_size(ring))
         self._tree = RadixIndex(clears_below=clears_below)
         self._emptied = tuple(StorageTier) if clears_below else (StorageTier.DEVICE,)
-        # Token ids of the blocks, by tier, so that a dump has them too.
+        # Token ids of the blocks, by tier; a dump has them too.
         self._tokens: dict[StorageTier, dict[int, Sequence[int]]] = {tier: {} for tier in StorageTier}
 
     def __repr__(self) -> str:
@@ -145,7 +145,7 @@ class LocalIndex:
 
     @property
     def ring(self) -> int:
-        """Number of events that it keeps. Made smaller, it drops the oldest."""
+        """Number of events that are kept. A smaller number drops the oldest."""
         size = self._ring.maxlen
         assert size is not None
         return size
@@ -165,17 +165,17 @@ class LocalIndex:
         return self._ring[-1].event.event_id if self._ring else None
 
     def apply(self, event: RouterEvent, shown: RouterEvent | None = None) -> None:
-        """Keep an event that is published. An id that is not the next one is logged, and kept all the same.
+        """Keep a published event. A non-consecutive id is logged, and the event is kept.
 
         Args:
             event: the event.
-            shown: what the tree, and so a dump, takes in its place, where an engine publishes copies: a Removed of the
-                blocks of which no copy is left.
+            shown: the event that the tree, and so a dump, gets instead, for an engine that publishes copies: a Removed
+                of the blocks that have no copy left.
 
         Raises:
             TypeError: it is not a `RouterEvent` with a Stored, Removed, Located, Updated or Cleared.
         """
-        with suppress(RadixIndexError):  # kv-router: it is only logged; the ring has it
+        with suppress(RadixIndexError):  # kv-router only logs it; the ring keeps the event
             self._tree.apply(shown or event)
         data, event_id = (shown or event).event.data, event.event.event_id
         if self.newest is not None and event_id != self.newest + 1:
@@ -194,11 +194,11 @@ class LocalIndex:
                 self._tokens[tier].clear()
 
     def get_events_in_id_range(self, start: int | None = None, end: int | None = None) -> Answer:
-        """Answer a router that misses events.
+        """Answer a router that missed events.
 
         Args:
-            start: the first id that is asked for; None: a dump.
-            end: the last one; None: the newest.
+            start: the first requested id; None: a dump.
+            end: the last requested id; None: the newest.
 
         Raises:
             ValueError: an invalid id.
@@ -236,14 +236,14 @@ class LocalIndex:
 
 
 def ring_size(size: object) -> int:
-    """Return `size` if a ring can have it.
+    """Return `size` if it is a valid size of a ring.
 
     Raises:
-        ValueError: it cannot.
+        ValueError: it is not.
     """
     if not is_integer(size, 1):
         raise ValueError(f"ring is a number of events, {integer_text(1)}, got {size!r:.80}")
-    if size > sys.maxsize:  # of a deque
+    if size > sys.maxsize:  # the limit of a deque
         raise ValueError(f"ring is a number of events, at most {sys.maxsize}, got {size!r:.80}")
     return size
 
@@ -256,9 +256,9 @@ class RecoveryStep(NamedTuple):
     """The next actions of a router, in this order.
 
     Attributes:
-        replace: forget all that is known of the worker's rank, first.
+        replace: first drop all that is known about the worker's rank.
         apply: then apply these events.
-        ask: then ask the worker this, and hand its answer to `RouterCursor.answered`; None: nothing to ask.
+        ask: then send the worker this query, and pass its answer to `RouterCursor.answered`; None: no query.
     """
 
     replace: bool = False
@@ -274,8 +274,8 @@ class _Rank:
 
     Attributes:
         last: id of the last event that was applied; None before the first.
-        asked: the question that is open.
-        held: events that came while it is open, by id.
+        asked: the open query.
+        held: events that arrived while the query is open, by id.
     """
 
     __slots__ = ("asked", "held", "last")
@@ -289,22 +289,23 @@ class _Rank:
 class RouterCursor:
     """Tracks event ids for a router: which events to apply, which to drop, and when to ask the worker.
 
-    For each worker and rank by itself: the first event ever is applied, and the worker asked for all that it holds; an
-    id up to the last is a duplicate and dropped; the next one is applied; beyond that events are missing, and the
-    worker is asked for them. While a question is open, events wait: the answer has them, or they come after it. A
-    Cleared is an event like any other. (A Dynamo router applies it and continues, whatever is missing before it.)
+    Each worker and rank is tracked separately. The first event is applied, and the worker is asked for all that it
+    holds. An event with an id up to the last one is a duplicate and dropped. The next id is applied. A larger id shows
+    that events are missing, and the worker is asked for them. While a query is open, events wait: the answer contains
+    them, or they are applied after it. A Cleared is handled like any other event. (A Dynamo router applies it and
+    continues, even if events before it are missing.)
 
-    After an answer the cursor stands at the last id that it covers, or at that of the event that made the router ask,
-    whichever is later; at a `last_event_id` for a dump, whose own ids mean nothing. A worker that has no answer is
-    asked again at its next event. Another question follows at once only where events that waited show that more is
-    missing, and the answer has brought something; so it does not ask forever.
+    After an answer the cursor is at the last id of the answer, or at the id of the event that caused the query,
+    whichever is later. After a dump it is at its `last_event_id`, as the ids of a dump mean nothing. A worker that gave
+    no answer is asked again at its next event. Another query follows at once only if waiting events show that more is
+    missing and the answer brought events; so the queries end.
     """
 
     def __init__(self) -> None:
         self._ranks: dict[WorkerRank, _Rank] = {}
 
     def last(self, worker_id: int, dp_rank: int = 0) -> int | None:
-        """Id of the last event of a worker and rank that was applied; None if none was."""
+        """Return the id of the last applied event of a worker and rank; None before the first."""
         rank = self._ranks.get((worker_id, dp_rank))
         return None if rank is None else rank.last
 
@@ -339,7 +340,7 @@ class RouterCursor:
         """Receive the answer of a worker.
 
         Args:
-            query: what it was asked.
+            query: the query that it was sent.
             answer: its answer; None: it did not answer.
 
         Raises:
@@ -355,7 +356,7 @@ class RouterCursor:
         held, rank.asked, rank.held = rank.held, None, {}
         if isinstance(answer, TreeDump):
             apply = list(answer.events)
-            # An empty dump that ends with event 0 is that of a worker which has published nothing yet.
+            # An empty dump that ends with event 0 means that the worker published nothing yet.
             rank.last = answer.last_event_id if answer.events or answer.last_event_id else -1
         elif isinstance(answer, Events) and rank.last is not None:
             before = rank.last
@@ -372,9 +373,9 @@ class RouterCursor:
     def _catch_up(
         rank: _Rank, held: dict[int, RouterEvent], query: WorkerQuery, apply: list[RouterEvent]
     ) -> WorkerQuery | None:
-        """Apply the events that waited for an answer; return what to ask next, where more are missing."""
+        """Apply the events that waited for an answer; return the next query if more are missing."""
         assert rank.last is not None
-        helped = query.start is None or rank.last >= query.start  # otherwise it would ask again forever
+        helped = query.start is None or rank.last >= query.start  # otherwise the queries would not end
         for event_id in sorted(held):
             if event_id <= rank.last:
                 continue
@@ -387,9 +388,9 @@ class RouterCursor:
         return None
 
     def forget(self, worker_id: int, dp_rank: int | None = None) -> None:
-        """Forget a worker, or one rank of it, that was removed or restarted: its next event is the first ever.
+        """Forget a worker, or one of its ranks, that was removed or restarted: its next event is treated as the first.
 
-        A restart that is not announced looks like duplicates: the ids begin at 0 again, and are dropped.
+        An unannounced restart looks like duplicates: the ids begin at 0 again, and the events are dropped.
         """
         for key in list(self._ranks):
             if key[0] == worker_id and dp_rank in (None, key[1]):

@@ -11,26 +11,26 @@ from typing import Final, TypeAlias
 from pytest_kvmock.values.events import Stored
 
 WorkerRank: TypeAlias = tuple[int, int]
-"""`(worker_id, dp_rank)`: one engine's one data-parallel rank, which has its own cache."""
+"""`(worker_id, dp_rank)`: one data-parallel rank of an engine; each has its own cache."""
 
 
 _U64: Final = 2**64 - 1
 _DEAD: Final = 256
-"""How many nodes without holders may wait until they are forgotten; in a large tree an eighth of those with one."""
+"""Number of nodes without holders that are kept before they are dropped; in a large tree an eighth of the others."""
 
 
 class Node:
     """One block: its holders, and its children by local hash.
 
-    Nearly every block has one child, which stands in two slots; only others cost a dict. That halves the memory and
-    spares a query one dict look-up a block.
+    Nearly every block has one child, which is kept in two slots; only further children need a dict. That halves the
+    memory and saves a query one dict look-up per block.
 
     Attributes:
-        holders: a bit for each worker and rank that holds the block.
-        local: local hash of the first child; None when there is no child.
-        child: the first child; not set when there is none.
+        holders: one bit for each worker and rank that holds the block.
+        local: local hash of the first child; None if there is no child.
+        child: the first child; not set if there is none.
         others: the other children.
-        run: the run that the node is in, if it is in one.
+        run: the run that contains the node, if any.
     """
 
     __slots__ = ("child", "holders", "local", "others", "run")
@@ -55,13 +55,13 @@ class Node:
             self.others[local] = child
 
     def child_at(self, local: int) -> Node | None:
-        """The child under a local hash, if there is one."""
+        """Return the child under a local hash, if there is one."""
         if self.local == local:
             return self.child
         return None if self.others is None else self.others.get(local)
 
     def children(self) -> Iterator[tuple[int, Node]]:
-        """Each child with its local hash."""
+        """Yield each child with its local hash."""
         if self.local is not None:
             yield self.local, self.child
         if self.others is not None:
@@ -69,14 +69,14 @@ class Node:
 
 
 class HeldRun:
-    """A stretch of a chain with the same holders throughout, noted by a query, so that the next compares it at once.
+    """A part of a chain whose nodes have the same holders; a query records it so that the next can compare it at once.
 
-    It ends with the first change of a node in it; but it only gets shorter when its last block is removed, as happens
-    in a cache that drops leaves first.
+    The first change of one of its nodes ends it. But if its last block is removed, which is usual in a cache that drops
+    leaves first, it only gets shorter.
 
     Attributes:
         nodes: its nodes, in order.
-        locals: local hash of each but the first, which may be reached by more than one.
+        locals: local hash of each node except the first, which several local hashes may lead to.
     """
 
     __slots__ = ("locals", "nodes")
@@ -96,7 +96,7 @@ class HeldRun:
             node.run = self
 
     def change(self, node: Node) -> None:
-        """Shorten or end the run: a node of it has other holders now."""
+        """Shorten or end the run, because the holders of one of its nodes changed."""
         if node is self.nodes[-1] and self.locals:
             self.nodes.pop()
             self.locals.pop()
@@ -105,7 +105,7 @@ class HeldRun:
             self.end()
 
     def end(self) -> None:
-        """End the run: its nodes are in none any more."""
+        """End the run: its nodes belong to no run."""
         for node in self.nodes:
             node.run = None
 
@@ -133,22 +133,22 @@ class Tree:
     def __init__(self) -> None:
         self.root = Node()
         self.ranks: dict[WorkerRank, Rank] = {}
-        # A bit is never given to another rank: a node that lost its name in the table of a rank (two sequence hashes
-        # for one place can cause this) keeps the bit forever, as it keeps the worker in 1.2.1.
+        # A bit is never reused for another rank: a node that a rank's table no longer names (two sequence hashes for
+        # one place can cause this) keeps the bit forever, as it keeps the worker in 1.2.1.
         self.bits: dict[WorkerRank, int] = {}
         self.keys: dict[int, WorkerRank] = {}
         self._in_places: set[Node] = set()  # the nodes that were linked more than once
-        self._gone: dict[Node, array[int]] = {}  # where nodes were forgotten: the local hashes, in order
-        self._dead = 0  # nodes without holders that their parents still have, about
+        self._gone: dict[Node, array[int]] = {}  # by parent, local hashes of the dropped nodes, in order
+        self._dead = 0  # approximate number of nodes without holders that are still linked under their parents
         self._most_dead = _DEAD
 
     def __deepcopy__(self, memo: dict[int, object]) -> Tree:
-        """A tree of nodes of its own. What a query noted as runs is left out, it is found again."""
+        """Return a tree with its own nodes. It has no runs; queries find them again."""
         nodes: dict[Node, Node] = {}
         queue = [self.root]
         for rank in self.ranks.values():
             queue += rank.blocks.values()
-        while queue:  # without recursion, as chains are long and there are cycles
+        while queue:  # no recursion: chains are long, and there can be cycles
             node = queue.pop()
             if node not in nodes:
                 nodes[node] = Node(node.holders)
@@ -168,7 +168,7 @@ class Tree:
         return copy
 
     def rank(self, key: WorkerRank) -> Rank:
-        """The table of `key`, made if there is none."""
+        """Return the table of `key`; make it if there is none."""
         found = self.ranks.get(key)
         if found is None:
             bit = self.bits.setdefault(key, 1 << len(self.bits))
@@ -177,7 +177,7 @@ class Tree:
         return found
 
     def who(self, bits: int) -> Sequence[WorkerRank]:
-        """The ranks of these bits, in order of arrival."""
+        """Return the ranks of these bits, in order of arrival."""
         if bits in self.keys:  # a single one, the usual case
             return (self.keys[bits],)
         found = []
@@ -217,7 +217,7 @@ class Tree:
 
     @staticmethod
     def _store_new(rank: Rank, parent: Node, data: Stored) -> bool:
-        """Store a chain of new blocks, as nearly all are; return whether it is one."""
+        """Store a chain of new blocks, the usual case; return whether it was one."""
         hashes, locals_, blocks = data.block_hashes, data.tokens_hashes, rank.blocks
         if (
             not hashes
@@ -262,13 +262,13 @@ class Tree:
                     node.others = None
                 if self._gone:
                     self._gone.pop(node, None)
-        self._dead = max(dead, 0)  # of a node that is lost, some children may have holders
+        self._dead = max(dead, 0)  # some children of a removed node may have holders
         if dead > self._most_dead:
             self._forget_dead()
         return unknown
 
     def _forget_dead(self) -> None:
-        """Forget nodes without holders, children and names, but for their places: a new one would be no other."""
+        """Drop nodes without holders, children and names, and keep only their places: a new node would be equal."""
         kept = self._in_places.union(*(rank.blocks.values() for rank in self.ranks.values()))
         for parent in (self.root, *kept):
             children = list(parent.children())
@@ -285,24 +285,24 @@ class Tree:
         self._dead, self._most_dead = 0, max(_DEAD, len(kept) // 8)
 
     def _is_gone(self, parent: Node, local: int) -> bool:
-        """Whether the node of a place was forgotten: the next Stored makes a new one there, whatever it names."""
+        """Whether the node of a place was dropped: the next Stored makes a new one there, whatever block it names."""
         gone = self._gone.get(parent, ())
         place = bisect_left(gone, local)
         return place < len(gone) and gone[place] == local
 
     def clear(self, rank: Rank) -> None:
-        """Remove all that a rank holds."""
+        """Remove all blocks of a rank."""
         self.remove(rank, list(rank.blocks))
 
     def ranks_of(self, worker_id: int) -> list[Rank]:
-        """The tables of a worker's ranks."""
+        """Return the tables of a worker's ranks."""
         return [rank for key, rank in self.ranks.items() if key[0] == worker_id]
 
     def find(self, local_hashes: Iterable[int], early_exit: bool) -> dict[WorkerRank, int]:
-        """Depths of a query (`RadixIndex.find_matches`).
+        """Return the depths of a query (`RadixIndex.find_matches`).
 
-        It walks from run to run while it can, then block by block: a step compares one hash, and the holders of the
-        block with those of the one before. What is walked block by block is noted as runs.
+        The query walks from run to run as far as possible, then block by block: each step compares one hash, and the
+        block's holders with those of the block before. The part walked block by block is recorded as runs.
         """
         hashes = local_hashes if type(local_hashes) is list else list(local_hashes)
         scores: dict[WorkerRank, int] = {}
@@ -326,7 +326,7 @@ class Tree:
                     return scores
             node, depth = run.nodes[-1], after
 
-        first: Node | None = None  # of the stretch with holders like these, which begins at `since`
+        first: Node | None = None  # the first node of the run in progress, at depth `since`
         holders, since = None, depth
         for local in hashes[depth:]:
             if node.local == local:
@@ -354,7 +354,7 @@ class Tree:
         return scores
 
     def _stay(self, node: Node, active: int, depth: int, scores: dict[WorkerRank, int]) -> int:
-        """Score those of `active` that do not hold a block, and return the others."""
+        """Score the ranks of `active` that do not hold a block, and return the others."""
         still = node.holders & active
         if depth:
             self._score(active & ~still, depth, scores)
@@ -365,7 +365,7 @@ class Tree:
             scores[key] = depth
 
     def path(self, local_hashes: Sequence[int]) -> list[Node]:
-        """The nodes of a chain of local hashes, from the first block on, as far as there are any."""
+        """Return the nodes of a chain of local hashes, from the first block to the last that exists."""
         node, nodes = self.root, []
         for local in local_hashes:
             child = node.child_at(local)
@@ -376,10 +376,11 @@ class Tree:
         return nodes
 
     def edges(self, rank: Rank) -> Iterator[tuple[int | None, int, int]]:
-        """The `(parent's sequence hash, sequence hash, local hash)` that a query can walk for `rank`, breadth first.
+        """Yield each edge that a query can walk for `rank`, breadth first: the parent's sequence hash, then the block's
+        sequence hash and local hash.
 
-        Each edge comes once, however many ways and cycles lead to it. One from a block to itself is left out: no event
-        can make it without an error.
+        Each edge comes once, even if several paths or cycles lead to it. An edge from a block to itself is left out: no
+        event can make one without an error.
         """
         names = {node: block_hash for block_hash, node in rank.blocks.items()}
         seen = {self.root}

@@ -1,4 +1,4 @@
-"""A capture that is being written: a file of lines, with a header first and an end last."""
+"""The writer of a capture: a file of lines that begins with a header and ends with an end line."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ NOT_ALLOWED: Final = "cannot be written"
 
 
 def check_replaceable(path: str | Path, *, overwrite: bool) -> None:
-    """Raise where a file is there already, and is not to be replaced.
+    """Check that a file does not exist, or may be replaced.
 
     Raises:
-        CaptureError: it is.
+        CaptureError: the file exists and may not be replaced.
     """
     if not overwrite and Path(path).is_file():
         raise CaptureError(f"{path}: the file is there already; --overwrite (overwrite=True) replaces it")
 
 
 class CaptureFile:
-    """A file that a capture is written to; what stood there before is replaced. A context manager.
+    """A file that a capture is written to. An existing file is replaced. It is a context manager.
 
     Args:
-        path: where; folders that there are not are made.
-        header: what the first line says in addition to the version, or returns it. It is asked for when the first line
-            comes.
+        path: the file; missing folders are made.
+        header: the content of the first line, in addition to the version, or a function that returns it, called when
+            the first line is written.
 
     Raises:
-        CaptureError: the file cannot be written, here and in all methods. After the first time nothing more is written.
+        CaptureError: the file cannot be written, here and in all methods. After the first error nothing more is
+            written.
 
     Attributes:
         path: the file.
-        events: how many events were written.
-        error: why it could not be written; None: it could.
+        events: number of written events.
+        error: why the file could not be written; None if there was no error.
     """
 
     def __init__(self, path: str | Path, header: Mapping[str, Any] | Callable[[], Mapping[str, Any]]) -> None:
@@ -70,7 +71,7 @@ class CaptureFile:
         self.events += "event" in line
 
     def close(self) -> None:
-        """Write the last line and close the file. Calling it twice is not an error."""
+        """Write the last line and close the file. A second call does nothing."""
         if self._file.closed:
             return
         self.write({"end": {"events": self.events}})
@@ -80,7 +81,7 @@ class CaptureFile:
             raise self._give_up(error) from None
 
     def _give_up(self, error: OSError) -> CaptureError:
-        with suppress(OSError):  # what is buffered cannot be written either
+        with suppress(OSError):  # the buffered lines cannot be written either
             self._file.close()
         self.error = self._failure(error)
         return self.error

@@ -1,8 +1,8 @@
 """A journal that is written into a capture, so that another ledger finds the same problems from it.
 
-Two entries have no line of their own, as readers of before would refuse one: they are keys of the line that they are
-about, `unpublished` and `anew` of the next event of their worker and rank, or of its recovery. Facts that a check does
-not need are not written.
+Two entries have no separate line, because older readers would reject it. They are the keys `unpublished` and `anew` in
+the line of the next event of their worker and rank, or of its recovery. Entries that a check does not need are not
+written.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ from pytest_kvmock.values.events import RouterEvent, StreamKey
 
 
 class CapturingJournal(Journal):
-    """A journal that writes down each entry that a check has to know.
+    """A journal that writes each entry that a check needs.
 
     Args:
-        file: where.
-        backend_of: returns the name of a worker's backend, by which its hashes are judged again; None if it has none.
+        file: the capture.
+        backend_of: returns the name of a worker's backend, which a check uses to judge its hashes again; None if it has
+            none.
     """
 
     def __init__(self, file: CaptureFile, backend_of: Callable[[StreamKey], str | None] = lambda _: None) -> None:
@@ -39,13 +40,13 @@ class CapturingJournal(Journal):
         self._consumers: dict[entries.Subscribed, Consumer] = {}
 
     def append(self, event: entries.Entry) -> None:
-        """Add an event that arrived, and write it down."""
+        """Add an arrived event, and write it."""
         super().append(event)
         if isinstance(event, RouterEvent):
             self._write_event(event)
 
     def add(self, entry: entries.Entry, found: Sequence[Problem]) -> None:
-        """Add an entry that is not an event, and write it down."""
+        """Add an entry that is not an event, and write it."""
         super().add(entry, found)
         if isinstance(entry, entries.Replayed):
             self._write_event(entry.event, replayed=True)
@@ -81,18 +82,16 @@ class CapturingJournal(Journal):
 
     def _write_result(self, problem: Problem) -> None:
         number = None if problem.fault is None else self._injections.get(problem.fault)
-        if number is not None:  # else it changed what an index was given, and not the stream
+        if number is not None:  # otherwise the fault changed the input of an index, not the stream
             what = {"rule": problem.rule, "position": problem.position, "blocks": problem.blocks}
             self.file.write({"result": {**who((problem.worker_id, problem.dp_rank)), "of": number, **what}})
 
     def publishes(self, worker_id: int, publisher: FaultyPublisher) -> None:
-        """Register a publisher of a worker, so that batches that consumers lose by its faults are not a problem of the
-        stream.
-        """
+        """Register a publisher of a worker, so that batches that its faults lose are not a problem of the stream."""
         self._publishers.add(worker_id, publisher)
 
     def injected_on_wire(self) -> None:
-        """Write down the faults of the wire that were injected, of all publishers."""
+        """Write the injected wire faults of all publishers."""
         for number, worker_id, each in self._publishers.injections():
             self._faults += 1
             what = {"fault": each.fault, "batch": each.batch, "publisher": number, "restarts": each.restarts}

@@ -1,6 +1,6 @@
-"""Event hygiene over a file: the events of a capture are judged again, as when they arrived.
+"""Event hygiene of a file: the events of a capture are judged again, as when they arrived.
 
-One subject: from a file to the problems in it. Three kinds of files are read: captures; JSON lines of Dynamo, each a
+One subject: the way from a file to its problems. Three kinds of files are read: captures; JSON lines of Dynamo, each a
 `RouterEvent` or a `KvCacheEvent`; and payloads of a dialect, one after the other.
 """
 
@@ -40,10 +40,10 @@ from pytest_kvmock.wire.codec.event_names import NEWEST, EventNames, NameChain, 
 from pytest_kvmock.wire.codec.table import find_dialect, known_dialects
 
 MOST_UNREADABLE: Final = 10
-"""How many messages that could not be read a report lists."""
+"""Maximum number of unreadable messages that a report lists."""
 
 Progress = Callable[[int, int], object]
-"""Called now and then with how many bytes were read, and how many events."""
+"""Called from time to time with the number of read bytes and of events."""
 
 _EVERY: Final = 20_000  # lines or batches
 
@@ -55,12 +55,12 @@ class Checked:
     Attributes:
         path: the file.
         log: the events, with their problems.
-        header: the header of a capture; empty where the file is none.
-        unreadable: what was wrong with messages of a wire, a line each.
-        notes: what could not be judged, a line each.
+        header: the header of a capture; empty if the file is no capture.
+        unreadable: the errors in messages of a wire, one line each.
+        notes: what could not be judged, one line each.
         complete: whether the capture has its last line.
-        allow: rules whose breaches are none.
-        counts_injected: whether results of faults that a test injected are problems as any other.
+        allow: rules whose breaches are ignored.
+        counts_injected: whether results of faults that a test injected count like other problems.
         faults: the faults that the test injected, in order.
     """
 
@@ -76,12 +76,12 @@ class Checked:
 
     @property
     def problems(self) -> list[Problem]:
-        """The errors and warnings that stand by themselves, but for those that are allowed, or injected on purpose."""
+        """The errors and warnings that stand by themselves, except those that are allowed or injected."""
         return [each for each in self._standing if each.fault is None or self.counts_injected]
 
     @property
     def injected(self) -> list[Problem]:
-        """The errors and warnings that are results of faults that the test injected."""
+        """The errors and warnings that result from faults that the test injected."""
         return [each for each in self._standing if each.fault is not None]
 
     @property
@@ -90,24 +90,24 @@ class Checked:
 
     @property
     def errors(self) -> list[Problem]:
-        """The errors among them."""
+        """The errors among the problems."""
         return [problem for problem in self.problems if problem.is_error]
 
     @property
     def warnings(self) -> list[Problem]:
-        """The warnings among them."""
+        """The warnings among the problems."""
         return [problem for problem in self.problems if not problem.is_error]
 
     @property
     def is_clean(self) -> bool:
-        """Whether all could be read, and no event was an error."""
+        """Whether everything could be read and there is no error."""
         return not self.errors and not self.unreadable
 
     def text(self, *, warnings: bool = False) -> str:
-        """The report.
+        """Return the report.
 
         Args:
-            warnings: show warnings as errors are shown, and not as a count.
+            warnings: whether to show warnings like errors; False: only their numbers.
         """
         workers = {(entry.event.worker_id, entry.event.event.dp_rank) for entry in self.log}
         about = [f"{self.log.total:,} event{'s' * (self.log.total != 1)}"]
@@ -140,7 +140,7 @@ class Checked:
 
 
 def _counted(problems: Collection[Problem]) -> str:
-    """How many problems there are of each rule, as text."""
+    """Return the number of problems of each rule, as text."""
     counts = Counter(problem.rule for problem in problems)
     return ", ".join(f"{counts[rule]:,} {rule}" for rule in RULES if rule in counts)
 
@@ -161,17 +161,17 @@ def check_file(
 
     Args:
         path: a capture, JSON lines of Dynamo, payloads, or a text of events as vLLM's example subscriber prints them.
-        dialect: the dialect of the payloads; None: the file is one of the others.
-        allow: rules whose breaches are none.
-        residency: of a file that does not say it: "unique" where a block is published once while it is held, "counted"
-            where every copy is; None: as the engine of the dialect, "unique" for JSON lines.
-        hash: by which of vLLM's hashes blocks are named (`--prefix-caching-hash-algo`), where the file does not say it;
-            None: over a dialect of vLLM those that there are are tried, on the first chain of plain tokens.
-        seed: of the hash, as PYTHONHASHSEED; None: "0" is tried, and that of a release if none is set.
-        counts_injected: whether results of faults that the captured test injected are problems as any other.
-        full_reports: whether requests of vLLM carried full reports: a Stored without a parent all of whose blocks are
-            held may be one, or a copy, and neither is wrong.
-        progress: called now and then with how far it is.
+        dialect: the dialect of the payloads; None for the other kinds of files.
+        allow: rules whose breaches are ignored.
+        residency: for a file that does not have it: "unique" if a block is published once while it is held, "counted"
+            if every copy is published; None: that of the dialect's engine, "unique" for JSON lines.
+        hash: the hash of vLLM that names the blocks (`--prefix-caching-hash-algo`), for a file that does not have it;
+            None: for a dialect of vLLM all its hashes are tried, on the first chain of plain tokens.
+        seed: seed of the hash, as PYTHONHASHSEED; None: "0" is tried, and the release's seed without PYTHONHASHSEED.
+        counts_injected: whether results of faults that the captured test injected count like other problems.
+        full_reports: whether requests of vLLM asked for full reports. Then a Stored without a parent whose blocks are
+            all held may be a report or a copy, and neither is wrong.
+        progress: called from time to time with the progress.
 
     Raises:
         CaptureError: the file cannot be read, or has none of these forms. The message is one line.
@@ -189,7 +189,7 @@ def check_file(
     stated = None if residency is None else check_residency(residency)
     row = None if dialect is None else find_dialect(dialect)
     naming = hash, seed
-    hashers(NEWEST, *naming)  # it raises for a wrong value
+    hashers(NEWEST, *naming)  # raises if a value is invalid
     try:
         with checked.path.open("rb") as file, long_run():
             if (row is None or row.is_msgpack) and is_printed(file.peek(4096)):
@@ -207,41 +207,41 @@ def check_file(
 
 
 class _Names:
-    """The names of the streams of a file, as far as they are computed; streams that are not opened here have none.
+    """The computed block names of the streams of a file.
 
     Args:
-        checked: what was found.
+        checked: the findings.
         ledger: judges the events.
-        source: computes the names; None: nothing does.
+        source: computes the names of streams that do not name their hash; None: they are not computed.
     """
 
     def __init__(self, checked: Checked, ledger: Ledger, source: EventNames | None) -> None:
         self._checked, self._ledger, self.source = checked, ledger, source
-        self._stated: list[EventNames] = []  # of streams that say it themselves
+        self._stated: list[EventNames] = []  # of streams that name their hash
 
     def of(self, hash_name: str, seed: str | None) -> Callable[[], Chain]:
-        """What makes the rule of a stream that says by what it is named."""
+        """Return the function that makes the chain of a stream that names its hash and seed."""
         self._stated.append(EventNames((hasher_of(hash_name, seed),), is_given=True, knows_release=False))
         return self._stated[-1].chain
 
     def chain(self) -> Callable[[], Chain] | None:
-        """What makes the rule of a stream that does not; None: nothing is known of it."""
+        """Return the function that makes the chain of a stream that does not name its hash; None if unknown."""
         return None if self.source is None else self.source.chain
 
     def take(self, event: RouterEvent) -> None:
-        """Give a ledger an event that is in the log already, and then those before it that can be judged now."""
+        """Give the ledger an event that is already in the log, and then earlier events that can now be judged."""
         log, ledger, stream = self._checked.log, self._ledger, self._ledger.streams.get(event.key)
         chain = None if stream is None else stream.hash_chain
         if not isinstance(chain, NameChain) or not isinstance(event.event.data, Stored):
             log.note(ledger.take(event))
             return
-        event.chained = event.storage_tier is StorageTier.DEVICE  # those of a host do not say what was hashed
+        event.chained = event.storage_tier is StorageTier.DEVICE  # events of a host lack the hashed keys
         log.note(ledger.take(event))
         for late in chain.names.taken(event, ledger.position, chain):
             log.note(ledger.take(entries.HashesChained(late.event, late.position)))
 
     def close(self) -> None:
-        """Note how many names were computed."""
+        """Add a note with the number of computed names."""
         for names in (self.source, *self._stated):
             if names is not None:
                 names.close()
@@ -249,7 +249,7 @@ class _Names:
 
 
 def _names_of(dialect: Dialect, naming: tuple[str | None, str | None]) -> EventNames | None:
-    """What computes the names of a dialect of vLLM.
+    """Return the object that computes the block names of a dialect of vLLM; None for other dialects.
 
     Raises:
         ValueError: a hash is given for another dialect.
@@ -282,7 +282,7 @@ def _judge_payloads(
     names = _Names(checked, ledger, _names_of(dialect, naming))
     about: dict[str, Any] = {"residency": residency or spec.residency, "prefix_closed": spec.prefix_closed}
     about["full_reports"] = reports
-    about["clears_below"] = not dialect.name.startswith("vllm-")  # vLLM's Cleared is of the device alone
+    about["clears_below"] = not dialect.name.startswith("vllm-")  # vLLM's Cleared empties only the device
     read = 0
     if data.startswith(b'{"' + HEADER.encode()):
         raise CaptureError(f"{checked.path}: this is a capture, which names its engine itself: leave the dialect out")
@@ -305,7 +305,7 @@ def _judge_payloads(
 
 
 class _Replay:
-    """Gives a ledger what a capture says that another was given."""
+    """Gives a ledger the entries that a capture has."""
 
     def __init__(
         self,
@@ -323,15 +323,15 @@ class _Replay:
         self._ledger = Ledger()
         source = None if naming == (None, None) else EventNames(hashers(NEWEST, *naming), is_given=None not in naming)
         self._names = _Names(checked, self._ledger, source)
-        self._unchained: set[StreamKey] = set()  # by what rule their hashes are chained is not known
-        self._uncomputed: set[int] = set()  # positions of Stored events that do not say that their hashes are chained
+        self._unchained: set[StreamKey] = set()  # streams whose rule for hashes is unknown
+        self._uncomputed: set[int] = set()  # positions of Stored events without `chained`
         self._injected = InjectedFaults(checked.log, checked.faults)
 
     def read(self, file: BinaryIO) -> None:
         """Read all lines.
 
         Raises:
-            CaptureError: one cannot be read.
+            CaptureError: a line cannot be read.
         """
         checked, number, done = self._checked, 0, 0
         for number, line in enumerate(file, 1):
@@ -439,7 +439,7 @@ class _Replay:
         self._ledger.take(entries.Opened(key, first_id, spec))
 
     def _chain_of(self, key: StreamKey, value: dict[str, Any]) -> Callable[[], Chain]:
-        """What makes the rule by which an engine names blocks: Dynamo's, if none is known."""
+        """Return the function that makes an engine's chain; Dynamo's chain if the engine's is unknown."""
         backend = value.get("backend")
         if backend is None:
             if value.get("hash") is not None:
@@ -453,13 +453,13 @@ class _Replay:
         spec = recorded_backend(backend, models)
         if spec.chain is None:
             return DynamoChain
-        if models not in (None, spec.models):  # its options may have changed by what unit, or algorithm, it hashes
+        if models not in (None, spec.models):  # an option may have changed its hash unit or algorithm
             return self._unjudged(key, f"{models!r:.80} is not the engine of backend {backend!r} as it is")
         manager = spec.make(num_blocks=1, block_size=value.get("block_size") or 16, dp_rank=0, sink=None)
         return partial(spec.chain, manager)
 
     def _unjudged(self, key: StreamKey, reason: str) -> Callable[[], Chain]:
-        """Judge no hashes of a stream, and say why."""
+        """Exclude the hashes of a stream from judging, and add a note with the reason."""
         self._unchained.add(key)
         note = f"{reason}, so its hashes are not judged"
         self._checked.notes += [note] * (note not in self._checked.notes)
@@ -478,7 +478,7 @@ class _Replay:
         self._log.note(self._ledger.take(entries.Recovered(published, range(value["start"], value["stop"]))))
 
     def _published(self, key: StreamKey, events: list[dict[str, Any]]) -> Stream:
-        """The stream of what a worker has published."""
+        """Return the stream of all events that a worker published."""
         ledger, like = Ledger(), self._ledger.stream(key).spec
         about = {name: getattr(like, name) for name in ("residency", "prefix_closed", "full_reports")}
         stream = ledger.open(key, **about)
@@ -488,11 +488,15 @@ class _Replay:
 
 
 _ABOUT: Final = ("first_id", "block_size", "num_blocks", "tier_blocks", "residency", "prefix_closed", "clears_below")
-"""What a line says of a stream; the arguments of `Ledger.open`."""
+"""The keys of a stream's line that are arguments of `Ledger.open`."""
 
 
 def _check_about(about: Mapping[Any, Any]) -> None:
-    """Raise a ValueError for what is said of a stream and is not of its type."""
+    """Check the types of the values in a stream's line.
+
+    Raises:
+        ValueError: a value has the wrong type.
+    """
     tier_blocks = about.get("tier_blocks")
     if tier_blocks is not None and not isinstance(tier_blocks, dict):
         raise ValueError(f"tier_blocks must map tiers to blocks, or be null, got {tier_blocks!r:.80}")
@@ -507,7 +511,7 @@ def _check_about(about: Mapping[Any, Any]) -> None:
 
 
 def _blocks(value: object) -> list[int]:
-    """The block hashes of a list."""
+    """Return a list if it consists of block hashes."""
     if not isinstance(value, list) or not all(map(is_integer, value)):
         raise ValueError(f"unpublished: expected an array of block hashes, got {value!r:.80}")
     return value
@@ -529,10 +533,10 @@ def _loaded(line: bytes, where: str) -> dict[str, Any]:
 
 
 def _dynamos(value: Mapping[str, Any]) -> RouterEvent:
-    """The event of a line of Dynamo's JSON, alone or in a record with its time.
+    """Return the event in a line of Dynamo's JSON, which may be part of a record with a timestamp.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the line has no event.
     """
     if "timestamp" in value and isinstance(value.get("event"), dict):
         value = value["event"]

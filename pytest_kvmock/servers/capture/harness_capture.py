@@ -1,4 +1,4 @@
-"""The capture of one harness: a file that its journal writes, with what its engines are in the first line."""
+"""The capture of one harness: a file that its journal writes; the first line describes its engines."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
 class HarnessCapture:
     """A capture of the events of a harness.
 
-    The harness is made with the journal, so that the capture is there first.
+    The capture is made first, because the harness is made with its journal.
 
     Args:
-        path: the file; one that is there is replaced.
-        profile: of the harness.
-        test: what it is of, for the first line.
+        path: the file; an existing file is replaced.
+        profile: the profile of the harness.
+        test: the name of the test, for the first line.
 
     Raises:
         CaptureError: the file cannot be written.
@@ -43,20 +43,20 @@ class HarnessCapture:
         self.journal = CapturingJournal(self._file, self._backend_of)
 
     def of(self, harness: RouterHarness) -> Self:
-        """Name the harness whose journal it is; nothing was published in it."""
+        """Set the harness that has the journal. It must not have published anything yet."""
         self._harness = harness
         return self
 
     @property
     def error(self) -> CaptureError | None:
-        """Why it could not be written; None if there was no error so far."""
+        """Why the file could not be written; None if there was no error so far."""
         return self._file.error
 
     def close(self) -> None:
         """Write the rest.
 
         Raises:
-            CaptureError: it could not be written.
+            CaptureError: the file could not be written.
         """
         self._file.close()
 

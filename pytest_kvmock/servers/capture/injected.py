@@ -1,10 +1,10 @@
-"""Which problems of a capture are results of faults that its test injected, by what the capture says of that.
+"""Attribution of a capture's problems to the faults that its test injected.
 
-A fault between worker and router was attributed when the test ran, as then there was a record of what was published: a
-line names each problem that is its result. A fault of a wire strikes a batch of one publisher, between two of its
-restarts: batches that a consumer lost are its result where the capture says who sent them, and faults account for each
-of them. A restart that the consumer perhaps missed leaves open which batch of a number it lost; then there must be a
-fault of each.
+Faults between worker and router were attributed while the test ran, because only then there was a record of published
+events: a line of the capture names each resulting problem. A wire fault changes one batch of one publisher, between two
+of its restarts. Batches that a consumer lost are attributed to such faults if the capture names their publisher and
+there is a fault for each batch. If the consumer may have missed a restart, batches before and after it have the same
+numbers; then there must be a fault for each possible batch.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pytest_kvmock.wire.sockets.wire_faults import MAY_LOSE
 
 
 class _Numbering(NamedTuple):
-    """The batches that are numbered from 0 once: of a publisher's rank, from one restart to the next."""
+    """One numbering of batches from 0: those of a publisher's rank from one restart to the next."""
 
     publisher: int
     dp_rank: int
@@ -29,11 +29,11 @@ class _Numbering(NamedTuple):
 
 
 _Consumer: TypeAlias = tuple[int, int, int | None]
-"""Worker and rank of who lost batches, and its number, where it has one."""
+"""Worker and rank of the stream that lost batches, and the number of the consumer, if it has one."""
 
 
 class _Sent(NamedTuple):
-    """What is known of who sent a batch that was lost, and who lost it."""
+    """The publisher of a lost batch, its possible numbers of restarts, and the consumer that lost it."""
 
     publisher: int
     dp_rank: int
@@ -42,11 +42,11 @@ class _Sent(NamedTuple):
 
 
 class InjectedFaults:
-    """Finds the fault of each problem that is a result of one.
+    """Finds the fault of each problem that results from one.
 
     Args:
         log: the events and problems of the capture.
-        faults: where faults are added, in order.
+        faults: a list that gets the faults, in order.
     """
 
     def __init__(self, log: EventLog, faults: list[Injection]) -> None:
@@ -54,16 +54,16 @@ class InjectedFaults:
         self._lost: list[tuple[Problem, range, _Sent | None]] = []
         self._by_batch: dict[tuple[_Numbering, int], Injection] = {}
         self._truncated: dict[tuple[_Numbering, int], Injection] = {}  # by the first batch that was left out
-        self._restarted: dict[_Numbering, Injection] = {}  # by what began with it
-        self._had: set[tuple[_Consumer, _Numbering, int]] = set()  # the batches that were lost, by who lost them
+        self._restarted: dict[_Numbering, Injection] = {}  # by the numbering that began with it
+        self._had: set[tuple[_Consumer, _Numbering, int]] = set()  # lost batches, by consumer
 
     def take_fault(self, key: StreamKey, value: Mapping[str, Any]) -> None:
         """Take the line of a fault.
 
         Args:
-            key: the worker and rank whose stream it changed, or that published the batch.
-            value: `fault`, and `event_id` and `survived`, or the number of the `batch`, of the `publisher`, and of its
-                `restarts` until then.
+            key: the worker and rank whose stream the fault changed, or that published the batch.
+            value: `fault`, and either `event_id` and `survived`, or `batch`, the number of the `publisher`, and the
+                number of its earlier `restarts`.
         """
         kind, batch = str(value["fault"]), value.get("batch")
         if batch is None:
@@ -73,7 +73,7 @@ class InjectedFaults:
             return
         injection = Injection(f"{kind} of batch {batch}" if kind != "restart" else "restart on the wire", *key)
         self._faults.append(injection)
-        if value.get("publisher") is None:  # it is not known who else published
+        if value.get("publisher") is None:  # unknown publisher
             return
         numbering = _Numbering(
             check_integer("publisher", value["publisher"], 0), key[1], check_integer("restarts", value["restarts"], 0)
@@ -86,7 +86,7 @@ class InjectedFaults:
             self._restarted[numbering] = injection
 
     def take_result(self, key: StreamKey, value: Mapping[str, Any]) -> None:
-        """Take the line of a problem that is a result of a fault; one that is not found again is none."""
+        """Take the line of a problem that results from a fault; ignore it if the problem was not found again."""
         fault, blocks = self._faults[value["of"]], tuple(value["blocks"])
         for problem in reversed(self._log.problems):
             if problem.position < value["position"]:
@@ -97,13 +97,13 @@ class InjectedFaults:
                 break
 
     def lost(self, problem: Problem, batches: range, sent_by: Mapping[str, Any] | None) -> None:
-        """Take a loss of batches; none of them where their numbers went backwards.
+        """Take a loss of batches.
 
         Args:
             problem: the loss.
-            batches: their numbers.
-            sent_by: the `publisher`, its `dp_rank`, the least and the most `restarts` of which it was at that time, and
-                the number of the `consumer`, perhaps; None: it is not known.
+            batches: the numbers of the batches; empty if numbers went backwards.
+            sent_by: the `publisher`, its `dp_rank`, the minimum and maximum number of its `restarts` at that time, and
+                the number of the `consumer` or None; None: unknown.
         """
         sent: _Sent | None = None
         if sent_by is not None:
@@ -119,22 +119,22 @@ class InjectedFaults:
         self._lost.append((problem, batches, sent))
 
     def attribute(self) -> None:
-        """Take real problems from under results of faults, and find which losses are faults of the wire."""
+        """Stop listing real problems under results of faults, and attribute losses to wire faults."""
         for problem in self._log.problems:
             if problem.fault is None and problem.cause is not None and problem.cause.fault is not None:
                 problem.stand()
         self._tighten()
-        for problem, batches, sent in self._lost:  # what follows from one stays listed under it
+        for problem, batches, sent in self._lost:  # consequences of a loss stay listed under it
             if sent is not None and 0 < sent.restarts.stop - sent.restarts.start <= len(self._faults):
                 numberings = [_Numbering(sent.publisher, sent.dp_rank, each) for each in sent.restarts]
                 found = [self._of_wire(sent.consumer, batches, each) for each in numberings]
                 problem.fault = None if None in found else found[-1]
-        for problem, *_ in self._lost:  # but for another loss, which is a fault of its own or none
+        for problem, *_ in self._lost:  # a loss that is no result of a fault stands by itself
             if problem.fault is None and problem.cause is not None and problem.cause.fault is not None:
                 problem.stand()
 
     def _tighten(self) -> None:
-        """Take from each loss the restarts that its consumer reports later: it was before them."""
+        """Exclude from each loss the restarts that its consumer reported later, as the loss came before them."""
         stop: dict[tuple[int, int, _Consumer], int] = {}
         for at, (problem, batches, sent) in reversed([*enumerate(self._lost)]):
             if sent is not None:
@@ -143,8 +143,8 @@ class InjectedFaults:
                 stop[sent[:3]] = last if batches else last - 1
 
     def _of_wire(self, consumer: _Consumer, batches: range, numbering: _Numbering) -> Injection | None:
-        """The last fault that accounts for a loss; None: none does, or it accounts for an earlier one of the same
-        consumer.
+        """Return the last fault that explains a loss; None if a batch has no fault, or if its fault already explains an
+        earlier loss of the same consumer.
         """
         if not batches:
             return None if self._is_again(consumer, numbering, -1) else self._restarted.get(numbering)
@@ -156,12 +156,12 @@ class InjectedFaults:
             if found is None:
                 return None
             again |= self._is_again(consumer, numbering, batch)
-            if left_out is not None:  # and all that follow
+            if left_out is not None:  # the fault also explains all later batches
                 break
         return None if again else found
 
     def _is_again(self, consumer: _Consumer, numbering: _Numbering, batch: int) -> bool:
-        """Whether the same consumer lost the batch before; -1 is the restart before the first."""
+        """Whether the same consumer already lost the batch; -1 means the restart before the first batch."""
         had = len(self._had)
         self._had.add((consumer, numbering, batch))
         return len(self._had) == had

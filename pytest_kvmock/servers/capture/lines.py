@@ -1,21 +1,26 @@
-"""The lines of a capture, as JSON: one object a line, a header first. Lines and entries of a journal, both ways.
+"""The lines of a capture, as JSON: one object per line, the header first. Conversion of journal entries to lines and
+back.
 
-A line has one key that says what it is, and perhaps others next to it:
+The first key of a line is its kind; other keys may follow:
 
-| key | what it says |
-|---|---|
-| `kvmock_capture` | the header: version of the format, engine, profile, seed, test |
-| `stream` | the stream of a worker and rank begins: what is known of it |
-| `event` | an event as the router received it, in Dynamo's JSON; next to it `token_ids`, `extra`, `as_published` (its
-parent and blocks, where hashes are signed), `chained`, `replayed`, `unpublished` (of the blocks that it removes, those
-that were there without a Stored), `anew` (event ids began again before it) | | `hashes_of` | the hashes of the event at
-this place are a chain, found out later | | `restarted` | a worker and rank restarted, announced, or was removed | |
-`missed` | an event that a sink kept from the router | | `lost` | batches of a wire that did not arrive, and what is
-known of who sent them | | `unreadable` | what was wrong with a message of a wire | | `skipped` | ids that a worker left
-out | | `published` | ids below this were published, and some did not arrive | | `full` | the blocks held were counted,
-and were too many | | `recovered` | a router asked for what it missed | | `injected` | a fault that the test injected:
-by its `event_id`, or on a wire by `publisher`, `restarts` and `batch` | | `result` | the problem of this rule, with the
-event at this place, is a result of the injected fault of this number | | `end` | the capture is whole |
+* `kvmock_capture`: the header, with the version of the format, engine, profile, seed and test.
+* `stream`: the stream of a worker and rank begins; the known properties of its engine.
+* `event`: an event as the router received it, in Dynamo's JSON. Other keys: `token_ids`, `extra`, `as_published` (its
+  parent and blocks, if hashes are signed), `chained`, `replayed`, `unpublished` (removed blocks that were there without
+  a Stored), `anew` (event ids began again before it).
+* `hashes_of`: the hashes of the event at this position were later found to be a chain.
+* `restarted`: a worker and rank was removed, or its restart was announced.
+* `missed`: an event that a sink kept from the router.
+* `lost`: batches of a wire that did not arrive, and their publisher, if known.
+* `unreadable`: an error in a message of a wire.
+* `skipped`: ids that a worker left out.
+* `published`: ids below this were published, and some did not arrive.
+* `full`: the held blocks were counted and exceed a capacity.
+* `recovered`: a router asked for missed events.
+* `injected`: a fault that the test injected, with its `event_id`, or on a wire with `publisher`, `restarts` and
+  `batch`.
+* `result`: the problem of this rule, at this position, results from the injected fault with this number.
+* `end`: the capture is complete.
 """
 
 from __future__ import annotations
@@ -45,7 +50,7 @@ from pytest_kvmock.values.events import (
 
 HEADER: Final = "kvmock_capture"
 VERSION: Final = 1
-"""The version of the format that is written, and the only one that is read."""
+"""The version of the format that is written; no other is read."""
 
 KINDS: Final = (
     "stream",
@@ -67,11 +72,11 @@ KINDS: Final = (
 
 
 class CaptureError(KvMockError, ValueError):
-    """A file that cannot be read or written. The message is one line, and names the file, and the line in it."""
+    """Raised if a file cannot be read or written. The message is one line; it names the file and the line in it."""
 
 
 def version() -> str:
-    """The version of the package that writes; empty where it is not installed."""
+    """Return the version of this package; "" if it is not installed."""
     try:
         return metadata.version("pytest-kvmock")
     except metadata.PackageNotFoundError:
@@ -79,39 +84,39 @@ def version() -> str:
 
 
 def header(engine: Mapping[str, Any] | None, seed: int | None, **more: Any) -> dict[str, Any]:
-    """What the first line of a capture says in addition to the version of the format.
+    """Return the content of a capture's first line, without the version of the format.
 
     Args:
-        engine: what published: its backend or dialect, and what it models; None: unknown.
-        seed: of everything random in it; None if it has none.
-        **more: profile, and test.
+        engine: the engine that published: its backend or dialect, and what it models; None: unknown.
+        seed: seed of the engine's random choices; None if it has none.
+        **more: profile and test.
     """
     return {"made_by": f"pytest-kvmock {version()}".strip(), "engine": engine, "seed": seed, "profile": None, **more}
 
 
 def to_text(line: Mapping[str, Any]) -> str:
-    """A line as JSON, without the newline."""
+    """Return a line as JSON, without the newline."""
     return json.dumps(line, separators=(",", ":"), default=_plain)
 
 
 def _plain(value: object) -> object:
-    """What JSON has no form for: bytes as `{"hex": ...}`, any sequence as a list, the rest as its text."""
+    """Return a value that JSON can have: bytes as `{"hex": ...}`, any sequence as a list, the rest as its repr."""
     if isinstance(value, bytes):
         return {"hex": value.hex()}
     return list(value) if isinstance(value, Iterable) else repr(value)
 
 
 def who(key: StreamKey) -> dict[str, int]:
-    """Worker and rank, as keys of a line."""
+    """Return worker and rank as keys of a line."""
     return {"worker_id": key[0], "dp_rank": key[1]}
 
 
 def lines_of(entry: entries.Entry, **more: Any) -> list[dict[str, Any]]:
-    """The lines of an entry that is not an event; none for one that a check need not know.
+    """Return the lines of an entry that is not an event; empty for an entry that a check does not need.
 
     Args:
         entry: the entry.
-        **more: what else the line says.
+        **more: further keys of the line.
     """
     if isinstance(entry, entries.WorkerRemoved):
         alone = {"alone": True} if entry.first_id is None and entry.dp_rank is not None else {}
@@ -124,14 +129,14 @@ def lines_of(entry: entries.Entry, **more: Any) -> list[dict[str, Any]]:
 
 
 def entry_of(kind: str, value: Mapping[str, Any]) -> entries.Entry:
-    """The entry of a line of which nothing else is to be known.
+    """Return the entry of a line, for kinds that need no other data.
 
     Args:
-        kind: the key of the line.
-        value: what it says.
+        kind: the kind of the line.
+        value: its value.
 
     Raises:
-        ValueError: a number is none.
+        ValueError: an invalid number, or a kind without an entry.
         KeyError: a key is missing.
     """
     key = key_of(value)
@@ -151,7 +156,7 @@ def entry_of(kind: str, value: Mapping[str, Any]) -> entries.Entry:
 
 
 def key_of(value: Mapping[str, Any]) -> StreamKey:
-    """The worker and rank of a line."""
+    """Return the worker and rank of a line."""
     return check_integer("worker_id", value["worker_id"], 0), check_integer("dp_rank", value["dp_rank"], 0)
 
 
@@ -182,15 +187,16 @@ def _lost(entry: entries.BatchesLost) -> dict[str, Any]:
 def _recovered(entry: entries.Recovered) -> dict[str, Any]:
     published = entry.published
     merged = merge(*map(_in_order, (published, *published.groups.values())), key=itemgetter(0))
-    events = {id(event): event for _, event in merged}.values()  # a Cleared is one of each group
+    events = {id(event): event for _, event in merged}.values()  # each group has the same Cleared
     ids = {"start": entry.ids.start, "stop": entry.ids.stop}
     return {**who((published.worker_id, published.dp_rank)), **ids, "events": list(map(bare_line, events))}
 
 
 def _in_order(part: Stream) -> Iterator[tuple[tuple[int, int], RouterEvent]]:
-    """The events of a cache group as they were published, each with its place among those of the others.
+    """Yield the events of a cache group in the order of publishing, each with its place among those of other groups.
 
-    That is how often ids have yet to begin again, counted from the end as a group may begin late, and the id.
+    The place is the number of times that ids begin again after it (negative), and the id. It is counted from the end,
+    because a group may begin late.
     """
     begun = [place for place, _ in part.resets]
     for place, event in enumerate(part.events):
@@ -217,11 +223,11 @@ _LINES: Final[Mapping[type, Callable[[Any], tuple[str, Any]]]] = {
 
 
 def event_line(event: RouterEvent, *, replayed: bool = False) -> dict[str, Any]:
-    """The line of an event that arrived.
+    """Return the line of an arrived event.
 
     Args:
         event: the event.
-        replayed: whether it was part of a recovery, and changes nothing.
+        replayed: whether a recovery had already brought it, so that it changes nothing.
     """
     line = bare_line(event)
     if replayed:
@@ -232,7 +238,7 @@ def event_line(event: RouterEvent, *, replayed: bool = False) -> dict[str, Any]:
 
 
 def bare_line(event: RouterEvent) -> dict[str, Any]:
-    """The line of an event of which it is no matter whether it was published for a request."""
+    """Return the line of an event, without the mark that it belongs to a request."""
     line: dict[str, Any] = {"event": event.to_dict()}
     if event.token_ids is not None:
         line["token_ids"] = event.token_ids
@@ -247,10 +253,10 @@ def bare_line(event: RouterEvent) -> dict[str, Any]:
 
 
 def event_of(line: Mapping[str, Any]) -> RouterEvent:
-    """The event of a line.
+    """Return the event of a line.
 
     Raises:
-        ValueError: it is none. The message says where.
+        ValueError: the line has no valid event. The message names the wrong part.
     """
     event = RouterEvent.from_dict(line["event"])
     tokens, extra = line.get("token_ids"), line.get("extra")
@@ -269,10 +275,10 @@ def event_of(line: Mapping[str, Any]) -> RouterEvent:
 
 
 def _with_hashes(data: EventData, published: Any) -> EventData:
-    """The data with the block hashes of its engine, which may be signed: Dynamo's JSON has the u64 of the same bits.
+    """Return the data with the engine's block hashes, which may be signed: Dynamo's JSON has the u64 of the same bits.
 
     Raises:
-        ValueError: these are not hashes of the same bits.
+        ValueError: the hashes do not have the same bits.
     """
     if not isinstance(data, Cleared) and isinstance(published, list) and len(published) == 2:
         parent, hashes = published
@@ -291,7 +297,7 @@ def _u64(hashes: list[Any]) -> list[Any]:
 
 
 def _extra(key: str, value: Any) -> Any:
-    """A value of `RouterEvent.extra`, with tuples and bytes if there were."""
+    """Return a value of `RouterEvent.extra` with its original tuples and bytes."""
     if key == "extra_keys" and isinstance(value, list):
         return [_tuples(each) for each in value]
     if key == "digests" and isinstance(value, list):

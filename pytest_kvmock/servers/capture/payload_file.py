@@ -1,7 +1,7 @@
 """Files of payloads: the batches of one engine as bytes, one after the other, in a dialect.
 
-A payload of msgpack says itself where it ends, and JSON has a line an event. So such a file needs no framing, and a
-decoder in any language reads one batch after the other from it.
+A payload of msgpack shows where it ends, and JSON has one line per event. So such a file needs no framing, and a
+decoder in any language can read one batch after the other.
 """
 
 from __future__ import annotations
@@ -16,19 +16,19 @@ from pytest_kvmock.values.dialect import Dialect
 from pytest_kvmock.wire.codec.reader import Reader, ReadError
 
 _FIRST_OF_BATCH: Final = 0x80
-"""Below it a byte of msgpack is a number, and of a text a character."""
+"""A smaller byte is a number in msgpack, and a character in a text."""
 
 
 def split_payloads(data: bytes, dialect: Dialect, path: Path) -> Iterator[bytes]:
     """Yield the payloads of a file, one after the other.
 
     Args:
-        data: the file.
-        dialect: of the payloads.
-        path: of the file, for the message.
+        data: the content of the file.
+        dialect: the dialect of the payloads.
+        path: the file, for the message.
 
     Raises:
-        CaptureError: the file is empty, ends in a payload, or is not msgpack from some byte on.
+        CaptureError: the file is empty, ends inside a payload, or is not msgpack from some byte on.
     """
     if not data:
         raise CaptureError(f"{path}: the file is empty; payloads of {dialect.name} are expected")
@@ -54,10 +54,10 @@ def write_payloads(path: Path, payloads: Iterable[bytes]) -> list[tuple[int, int
 
     Args:
         path: the file.
-        payloads: in order.
+        payloads: the payloads, in order.
 
     Returns:
-        Of each payload, its first byte and how many it has.
+        The position of the first byte and the length of each payload.
 
     Raises:
         CaptureError: the file cannot be written.

@@ -1,6 +1,6 @@
-"""Recording an engine that is asked for its events over HTTP, as TensorRT-LLM's `POST /kv_cache_events`.
+"""Recording of an engine whose events are polled over HTTP, such as TensorRT-LLM's `POST /kv_cache_events`.
 
-An answer empties the engine's buffer: a recorder stands in place of the router, not next to it.
+An answer empties the engine's buffer, so a recorder replaces the router and cannot run next to it.
 """
 
 from __future__ import annotations
@@ -24,25 +24,25 @@ if TYPE_CHECKING:
 PATH: Final = "/kv_cache_events"
 
 _ANSWER: Final = 5.0
-"""Seconds that an answer may take."""
+"""Time limit of an answer, in seconds."""
 
 
 class Polled:
-    """Asks an engine for its events.
+    """Polls an engine for its events.
 
     Args:
-        url: of the engine: "http://HOST:PORT", with or without the path.
-        ledger: where the streams of its ranks are opened.
-        spec: of these streams.
-        judge: is given each event.
+        url: the address of the engine: "http://HOST:PORT", with or without the path.
+        ledger: opens the streams of its ranks.
+        spec: the spec of these streams.
+        judge: called with each event.
 
     Raises:
-        ValueError: that is not an address over HTTP.
+        ValueError: `url` is not an HTTP address.
 
     Attributes:
-        problems: what was wrong with answers.
-        answers: how many answers had an event.
-        silence: why the last question was not answered; empty where it was.
+        problems: the errors in answers.
+        answers: number of answers with events.
+        silence: why the last poll was not answered; "" if it was.
     """
 
     def __init__(self, url: str, ledger: Ledger, spec: StreamSpec, judge: Callable[[RouterEvent], None]) -> None:
@@ -57,7 +57,7 @@ class Polled:
         self.silence = ""
 
     def poll(self) -> None:
-        """Ask once, and judge the answer."""
+        """Poll once, and judge the events of the answer."""
         request = Request(self._url, b"{}", {"content-type": "application/json"})  # noqa: S310 - it is http
         try:
             with urlopen(request, timeout=_ANSWER) as answer:  # noqa: S310 - as above

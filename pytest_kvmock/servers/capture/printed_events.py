@@ -1,8 +1,6 @@
-"""Events as programs print them: what vLLM's example subscriber writes, reprs or dicts one a line.
+"""Events as programs print them: the output of vLLM's example subscriber, or reprs or dicts, one per line.
 
-JSON with numbers as text.
-
-Texts are read as literals of Python, and never evaluated.
+Dicts may be JSON, and their numbers may be texts. Texts are parsed as Python literals and never evaluated.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ TAKES: Final = (
 
 
 def is_printed(data: bytes) -> bool:
-    """Whether a file is such a text, by its first line."""
+    """Whether a file is such a text, judged by its first line."""
     first = data[:4096].lstrip().splitlines()[:1]
     text = first[0].decode(errors="replace") if first else ""
     is_dict = text.startswith("{")
@@ -45,12 +43,12 @@ def printed_payloads(data: bytes, dialect: Dialect | None, path: Path) -> tuple[
     """Return the batches of a text, as the payloads of a dialect.
 
     Args:
-        data: the file.
-        dialect: of msgpack; None: the newest one of vLLM that has the fields of the events.
-        path: of the file, for the message.
+        data: the content of the file.
+        dialect: a dialect of msgpack; None: the newest dialect of vLLM that has the fields of the events.
+        path: the file, for the message.
 
     Raises:
-        CaptureError: a line is none of those that are read; the message is one line.
+        CaptureError: a line has none of these forms; the message is one line.
         ImportError: msgspec is not installed.
     """
     import msgspec
@@ -62,7 +60,7 @@ def printed_payloads(data: bytes, dialect: Dialect | None, path: Path) -> tuple[
 
 
 def _batches(data: bytes, path: Path) -> Iterator[tuple[float, list[dict[str, Any]], int | None]]:
-    """Yield time, events and rank of each batch; a line without a batch of its own is one."""
+    """Yield time, events and rank of each batch; an event outside of a batch is a batch by itself."""
     open_batch: tuple[float, list[dict[str, Any]], int | None] | None = None
     count = 0
     for number, line in enumerate(data.decode(errors="replace").splitlines(), 1):
@@ -98,10 +96,10 @@ def _value(text: str, where: str) -> dict[str, Any]:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a node; a call of the name of an event is a dict with its type.
+    """Return the value of a node; a call with the name of an event becomes a dict with its type.
 
     Raises:
-        ValueError: it is something else than a literal.
+        ValueError: the node is not a literal.
     """
     match node:
         case ast.Constant(value=value):
@@ -124,7 +122,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _read(fields: dict[str, Any]) -> dict[str, Any]:
-    """Fields whose numbers may have been texts."""
+    """Return the fields, with numbers in place of texts of numbers."""
     return {name: _number(value) if name in _OF_NUMBERS else value for name, value in fields.items()}
 
 
@@ -135,7 +133,7 @@ def _number(value: Any) -> Any:
 
 
 def _dialect_of(events: Sequence[Mapping[str, Any]], path: Path) -> Dialect:
-    """The newest dialect of vLLM that has all fields of the events, and needs no others."""
+    """Return the newest dialect of vLLM that has all fields of the events."""
     seen = {name for each in events if each["type"] == "BlockStored" for name in each} - {"type"}
     has_digests = any(isinstance(each, bytes) for event in events for each in event.get("block_hashes") or ())
     for name in reversed([each for each in known_dialects() if each.startswith("vllm")]):
@@ -146,7 +144,7 @@ def _dialect_of(events: Sequence[Mapping[str, Any]], path: Path) -> Dialect:
 
 
 def _shaped(event: Mapping[str, Any], dialect: Dialect) -> Any:
-    """An event in the form in which a dialect writes it."""
+    """Return an event in the form of a dialect."""
     fields = {"BlockStored": dialect.stored, "BlockRemoved": dialect.removed}.get(event["type"], ())
     if dialect.form == "map":  # defaults are left out
         defaults = {field.name: field.default for field in fields}

@@ -1,4 +1,4 @@
-"""Recording a live engine: its KV events over ZMQ, or TensorRT-LLM's by HTTP, into a capture, judged as they come."""
+"""Recording of a live engine: its KV events (over ZMQ; TensorRT-LLM's over HTTP) are judged and written to a file."""
 
 from __future__ import annotations
 
@@ -26,25 +26,25 @@ from pytest_kvmock.values.events import RouterEvent
 from pytest_kvmock.wire.codec.table import find_dialect
 
 _LOOK: Final = 0.2
-"""Seconds between two looks at the time."""
+"""Seconds between two checks of the time."""
 
 _REPLAY: Final = 5.0
-"""Seconds that an answer to a replay may take, if there is time."""
+"""Maximum time limit of a replay's answer, in seconds."""
 
 _CONNECT: Final = 1.0
-"""Seconds to find out whether anybody listens at an endpoint from which nothing came."""
+"""Time limit, in seconds, of the check whether anything listens at a silent endpoint."""
 
 
 @dataclass(slots=True)
 class Recorded:
-    """What was recorded.
+    """The result of a recording.
 
     Attributes:
         path: the capture.
-        batches: how many batches came.
-        lost: what did not arrive, and could not be had, a line each.
-        unreadable: what was wrong with messages, a line each.
-        silence: why no batch was received at all, in words; empty where one was.
+        batches: number of received batches.
+        lost: batches that did not arrive and could not be replayed, one line each.
+        unreadable: the errors in messages, one line each.
+        silence: why no batch was received, in words; "" if one was.
         log: the events, with their problems.
     """
 
@@ -74,25 +74,25 @@ def record(
     overwrite: bool = False,
     progress: Callable[[Recorded], object] | None = None,
 ) -> Recorded:
-    """Record what an engine publishes, until there is enough or Ctrl-C ends it; KeyboardInterrupt is not raised.
+    """Record the events of an engine, up to a limit or until Ctrl-C; KeyboardInterrupt is not raised.
 
     Args:
-        endpoint: where the engine is bound; other ranks are on the ports after it. Of TensorRT-LLM its HTTP address: it
-            is asked for its events, which empties its buffer, so that this stands in place of a router, not next to
-            one.
+        endpoint: the endpoint of the engine's first rank; other ranks have the next ports. For TensorRT-LLM, its HTTP
+            address: its events are polled, which empties its buffer, so the recorder replaces a router and cannot run
+            next to it.
         path: the capture to write.
-        dialect: what the engine speaks.
-        replay: where the engine answers for batches that it has published before; None: nowhere, and the stream begins
-            with the first batch that arrives.
-        ranks: how many data-parallel ranks there are; None: one.
-        topic: what the topic of a batch must begin with.
-        batches: how many batches are enough; None: any number.
-        seconds: how long; None: until it is interrupted. A replay is not waited for any longer.
-        overwrite: whether a file that is there is replaced.
-        progress: called after each look.
+        dialect: the dialect of the engine.
+        replay: the endpoint where the engine replays earlier batches; None: there is none, and the stream begins with
+            the first batch that arrives.
+        ranks: number of data-parallel ranks; None: one.
+        topic: prefix of the topics of batches.
+        batches: number of batches to record; None: no limit.
+        seconds: duration; None: until it is interrupted. It also limits the wait for a replay.
+        overwrite: whether an existing file is replaced.
+        progress: called after each poll.
 
     Raises:
-        CaptureError: the file cannot be written, or is there already.
+        CaptureError: the file cannot be written, or exists already.
         EndpointError: an endpoint that cannot be connected to.
         ValueError: an unknown dialect, or a number out of range.
         ImportError: pyzmq or msgspec is not installed.
@@ -169,7 +169,7 @@ def _record_polled(
     until: float | None,
     progress: Callable[[Recorded], object] | None,
 ) -> Recorded:
-    """Record an engine that is asked for its events; an answer with events is a batch."""
+    """Record an engine whose events are polled; an answer with events counts as a batch."""
     spec = backend_spec(row.backend)
     engine = {"dialect": row.name, "models": row.models, "endpoint": endpoint, "replay": None}
     about = StreamSpec(residency=spec.residency, prefix_closed=spec.prefix_closed)
@@ -203,7 +203,7 @@ def _record_polled(
 
 
 def _silence(endpoint: str) -> str:
-    """Why nothing came from an endpoint: no engine listens there, or none has published."""
+    """Return why nothing came from an endpoint: nothing listens there, or the engine published nothing."""
     address = urlsplit(endpoint)
     if address.scheme == "tcp" and address.hostname and address.port:
         try:
@@ -214,7 +214,7 @@ def _silence(endpoint: str) -> str:
 
 
 def _write_unreadable(recorded: Recorded, file: CaptureFile, problems: Sequence[object]) -> None:
-    """Write what is new of what was wrong with messages."""
+    """Write the new errors in messages."""
     for text in map(str, problems[len(recorded.unreadable) :]):
         recorded.unreadable.append(text)
         file.write({"unreadable": {"text": text}})

@@ -1,4 +1,4 @@
-"""The LoRA adapters of a served engine, which clients load and unload while it runs."""
+"""The LoRA adapters of a served engine. Clients load and unload them while it runs."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ _INVALID = "InvalidUserInput"
 class Adapters:
     """The adapters of one worker.
 
-    vLLM names blocks by name and path, which events do not carry: loaded from the same path, old blocks are hit again.
-    SGLang gives each load an id of its own, so that none is. What was unloaded stays in the cache until it is evicted.
-    No path is looked at: each has an adapter. Sources: `entrypoints/openai/models/serving.py` of vLLM, whose text for
-    the base model's name is that of its other frontend; `lora/lora_manager.py` and `lora_registry.py` of SGLang.
+    vLLM's block names cover an adapter's name and path (events do not have the path), so old blocks are hit again after
+    a reload from the same path. SGLang gives each load a new id, so old blocks are not hit. Blocks of unloaded adapters
+    stay in the cache until they are evicted. Paths are not read: every path counts as valid. Sources:
+    `entrypoints/openai/models/serving.py` of vLLM (the message about the base model's name is that of vLLM's other
+    frontend); `lora/lora_manager.py` and `lora_registry.py` of SGLang.
 
     Args:
-        names: those that are there from the start.
-        by_load: whether blocks are told apart by load, and not by path (SGLang).
+        names: the initial adapters.
+        by_load: whether blocks are distinguished by load (SGLang); False: by path.
     """
 
     __slots__ = ("_by_load", "_loads", "_paths")
@@ -27,15 +28,15 @@ class Adapters:
     def __init__(self, names: Iterable[str], *, by_load: bool) -> None:
         self._by_load = by_load
         self._paths = dict.fromkeys(names, "")
-        self._loads = dict.fromkeys(self._paths, 0)  # of each that was ever there
+        self._loads = dict.fromkeys(self._paths, 0)  # of all adapters so far
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Those that are there, in the order in which they were loaded."""
+        """The loaded adapters, in the order of loading."""
         return tuple(self._paths)
 
     def path_of(self, name: str | None) -> str:
-        """By what blocks of an adapter are told from those of others of its name."""
+        """Return what distinguishes the blocks of an adapter from those of others with its name."""
         if name is None or name not in self._paths:
             return ""
         if self._by_load:
@@ -43,11 +44,11 @@ class Adapters:
         return self._paths[name]
 
     def load(self, name: str, path: str, base: str, *, in_place: bool) -> bool:
-        """Load an adapter; whether it has a new number.
+        """Load an adapter; return whether it was not loaded before.
 
         Raises:
-            BadRequest: of vLLM: a field is empty, or it has the name of the base model; it is there, and not to be
-                replaced.
+            BadRequest: the adapter is already loaded and may not be replaced; or, in vLLM, a field is empty or the name
+                is that of the base model.
         """
         is_new = name not in self._paths
         if self._by_load:
@@ -69,10 +70,10 @@ class Adapters:
         return is_new
 
     def unload(self, name: str) -> None:
-        """Forget an adapter.
+        """Unload an adapter.
 
         Raises:
-            BadRequest: there is none of this name, or of vLLM it is empty.
+            BadRequest: the name is not loaded, or, in vLLM, is empty.
         """
         if name in self._paths:
             del self._paths[name]
@@ -84,5 +85,5 @@ class Adapters:
             raise BadRequest(f"The lora adapter '{name}' cannot be found.", None, "NotFoundError", 404)
 
     def paths(self) -> dict[str, str]:
-        """Of each that is there the path that it was loaded from."""
+        """Return the path of each loaded adapter, by name."""
         return dict(self._paths)

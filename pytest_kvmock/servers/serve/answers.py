@@ -1,4 +1,4 @@
-"""The answers to requests that an engine served: whole, or in parts as server-sent events."""
+"""The answers to requests that an engine served: complete, or in parts as server-sent events."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ class CompletionChoice:
     """One choice of an answer.
 
     Attributes:
-        index: its place in the answer.
-        tokens: what was generated so far.
-        sent: how many of them were sent to the client, where the answer comes in parts.
-        usage: what it used.
-        finish_reason: why it ended; None: it has not.
-        hand_over: at a prefill engine of a P/D pair of vLLM's, what is for the decode engine; None: nothing.
+        index: its position in the answer.
+        tokens: the tokens generated so far.
+        sent: the number of tokens that were sent to the client, if the answer comes in parts.
+        usage: its usage.
+        finish_reason: why it ended; None if it has not ended.
+        hand_over: at a prefill engine of a vLLM P/D pair, the parameters for the decode engine; None: nothing.
     """
 
     __slots__ = ("finish_reason", "hand_over", "index", "sent", "tokens", "usage")
@@ -43,9 +43,9 @@ class Encoder:
 
     Args:
         asked: the request.
-        model: what the engine serves, for a request that names no model.
-        created: when, in seconds of an epoch.
-        hands_over: it is an engine of a P/D pair of vLLM's, whose answers have `kv_transfer_params`.
+        model: the name of the model, for a request that names no model.
+        created: the time of creation, in seconds of an epoch.
+        hands_over: whether the engine is in a P/D pair of vLLM, so that answers have `kv_transfer_params`.
     """
 
     def __init__(self, asked: Generate, model: str, created: int, *, hands_over: bool = False) -> None:
@@ -59,13 +59,13 @@ class Encoder:
         }
         chunk = self._head | {"object": "text_completion" if asked.api == "completions" else "chat.completion.chunk"}
         self._chunk_head = chunk
-        # A chunk of letters needs no escapes: what stands around them is made once a choice.
+        # A chunk of letters needs no escapes, so the JSON around them is made only once for each choice.
         self._around: dict[int, tuple[bytes, bytes]] = {}
 
     # ------------------------------------------------------------------------------------------------------- parts
 
     def begin(self, choice: CompletionChoice) -> bytes:
-        """Return what comes before the first token of a choice: the role of a chat."""
+        """Return the part before the first token of a choice: the role of a chat."""
         if self._asked.api != "chat":
             return b""
         role = {"index": choice.index, "delta": {"role": "assistant", "content": ""}} | _UNFINISHED
@@ -73,7 +73,7 @@ class Encoder:
         return self._event(role, tokens | self._used(choice, 0))
 
     def tokens(self, choice: CompletionChoice, new: list[int]) -> bytes:
-        """Return a part with tokens that the choice has already; the last one says why it ended."""
+        """Return a part with new tokens, which the choice already has; the last part has the reason of the end."""
         asked = self._asked
         if asked.api == "generate":
             return self._sse(self._generated(choice))
@@ -106,14 +106,14 @@ class Encoder:
         return self._asked.prompts[choice.index // self._asked.n]
 
     def _token_ids(self, choice: CompletionChoice, tokens: list[int]) -> dict[str, Any]:
-        """Return the tokens of a choice; of a completion also those of its prompt, which a chat has next to its
+        """Return the tokens of a choice. A completion also has those of its prompt; a chat has them next to its
         choices.
         """
         prompt = {"prompt_token_ids": self._prompt(choice)} if self._asked.api == "completions" else {}
         return prompt | {"token_ids": tokens}
 
     def _used(self, choice: CompletionChoice, count: int) -> dict[str, Any]:
-        """Return what a part says of its choice's use so far."""
+        """Return the usage of a choice so far, for a part."""
         if not self._asked.continuous_usage:
             return {}
         prompt = len(self._prompt(choice))
@@ -123,19 +123,20 @@ class Encoder:
         return {"text": content} if self._asked.api == "completions" else {"delta": {"content": content}}
 
     def done(self, usage: Usage) -> bytes:
-        """Return what ends an answer in parts."""
+        """Return the end of an answer in parts."""
         if self._asked.include_usage:
             return self._sse(self._chunk_head | {"choices": [], "usage": usage.to_json()}) + DONE
         return DONE
 
     def failed(self, choice: CompletionChoice, reason: str, error: bytes, *, nests: bool = False) -> bytes:
-        """Return the part with which an answer fails that was begun.
+        """Return the part that ends an answer in parts with an error.
 
         Args:
-            choice: the first one.
-            reason: why.
-            error: as the whole answer would say it.
-            nests: it is SGLang's of a P/D pair, whose `/generate` says it in a last row, and other paths below "error".
+            choice: the first choice.
+            reason: the reason.
+            error: the body of a complete answer with this error.
+            nests: whether it is an SGLang engine of a P/D pair: `/generate` has the error in a last row, other paths
+                have it under "error".
         """
         if not nests:
             return b"data: " + error + b"\n\n"
@@ -155,7 +156,7 @@ class Encoder:
     # ------------------------------------------------------------------------------------------------------- whole
 
     def whole(self, choices: list[CompletionChoice], usage: Usage) -> Answer:
-        """Return the whole answer."""
+        """Return the complete answer."""
         asked = self._asked
         if asked.api == "generate":
             rows = [self._generated(each) for each in choices]
@@ -175,7 +176,7 @@ class Encoder:
         more: dict[str, Any] = {}
         if asked.return_token_ids and asked.api == "chat":
             more["prompt_token_ids"] = asked.prompts[0]
-        if self._hands_over:  # of a list of prompts those of the first, of several children those of the last
+        if self._hands_over:  # with several prompts those of the first, with several choices those of the last
             more["kv_transfer_params"] = choices[asked.n - 1].hand_over
         return Answer(200, to_json(self._head | {"choices": found, "usage": usage.to_json()} | more))
 

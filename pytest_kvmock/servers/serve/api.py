@@ -1,6 +1,6 @@
-"""The HTTP face of an engine as plain values: what came in, what goes out, and what the engine shows of itself.
+"""The HTTP face of an engine as plain values: requests, answers, and the visible state of the engine.
 
-No socket is opened here: a face turns a `Call` into an `Answer`, or into a `Generate` that the server gives to an
+This module opens no socket: a face turns a `Call` into an `Answer`, or into a `Generate` that the server gives to an
 engine.
 """
 
@@ -21,20 +21,20 @@ SSE: Final = "text/event-stream; charset=utf-8"
 PLAIN: Final = "text/plain; charset=utf-8"
 
 MOST_DEPTH: Final = 500
-"""How deep JSON may be nested: what is done with it takes a step of Python's stack each."""
+"""Maximum nesting of JSON: each level needs a frame of Python's stack."""
 MOST_CONTAINERS: Final = 2**18
-"""Lists and objects of one body, at most."""
+"""Maximum number of lists and objects in a body."""
 MOST_TOKENS: Final = 2**22
-"""Tokens of a prompt or a text that the control API takes or makes, at most."""
+"""Maximum number of tokens of a prompt or a text of the control API."""
 
 to_json = msgspec.json.encode
 
 
 def from_json(body: bytes) -> Any:
-    """Return what JSON says; half a pair of UTF-16, which is no text, is a "?".
+    """Return the value of a JSON body. A lone surrogate of UTF-16, which is no text, becomes "?".
 
     Raises:
-        ValueError: it is none, nested deeper than `MOST_DEPTH`, or may have more than `MOST_CONTAINERS` lists and
+        ValueError: not JSON, nested deeper than `MOST_DEPTH`, or possibly more than `MOST_CONTAINERS` lists and
             objects.
     """
     containers = body.count(b"[") + body.count(b"{")
@@ -68,19 +68,18 @@ def _depth_is_above(most: int, value: object) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class FaceRelease:
-    """What the HTTP face of one release of an engine has.
+    """The properties of the HTTP face of one release of an engine.
 
     Attributes:
         engine: "vllm", "sglang" or "trtllm".
-        version: as `/version` says it.
-        nested_errors: whether an error stands under the key "error"; else its fields are the body (SGLang, vLLM before
+        version: the version that `/version` returns.
+        nested_errors: whether an error is under the key "error"; False: its fields are the body (SGLang, vLLM before
             0.10.1).
-        gpu_metrics: whether the metrics that begin with `gpu_` are there (deprecated in vLLM 0.9.2, hidden from 0.11
-            on).
-        itl_metric: what the histogram of the time between two tokens is called.
-        event_sources: whether `/kv_event_sources` is there (vLLM 0.33).
-        sources: where this was read: "recorded" or "read".
-        sends: of TensorRT-LLM: its events are sent over ZMQ, and what is polled is empty.
+        gpu_metrics: whether it has the metrics that begin with `gpu_` (deprecated in vLLM 0.9.2, hidden from 0.11).
+        itl_metric: the name of the histogram of times between two tokens.
+        event_sources: whether it has `/kv_event_sources` (vLLM 0.33).
+        sources: the source of this data: "recorded" from an engine, or "read" from code.
+        sends: for TensorRT-LLM, whether events are sent over ZMQ; then polls are answered empty.
     """
 
     engine: Literal["vllm", "sglang", "trtllm"]
@@ -94,12 +93,12 @@ class FaceRelease:
 
     @property
     def is_sglang(self) -> bool:
-        """Whether it is a face of SGLang, else of vLLM."""
+        """Whether it is a face of SGLang."""
         return self.engine in _SGLANG
 
     @property
     def has_http_forms(self) -> bool:
-        """Whether ranks of it may have ports of their own, or those of nodes; else all of a worker share one."""
+        """Whether its ranks, or its nodes, may have separate ports; False: all ranks of a worker share one."""
         return self.engine in _VLLM
 
     @property
@@ -109,7 +108,7 @@ class FaceRelease:
 
     @property
     def is_polled(self) -> bool:
-        """Whether its events are asked for by HTTP, and not sent (TensorRT-LLM)."""
+        """Whether its events are polled over HTTP, not sent (TensorRT-LLM)."""
         return self.is_trtllm and not self.sends
 
 
@@ -118,12 +117,12 @@ _SGLANG: Final = ("sglang",)
 
 
 def release_of(models: str, backend: str, *, sends: bool = False) -> FaceRelease | None:
-    """Return the face of the engine that writes a dialect; None: it has none here.
+    """Return the face of the engine of a dialect; None if it is not mocked.
 
     Args:
-        models: program and version, as `Dialect.models` has it: "vLLM 0.33.0".
+        models: program and version, as in `Dialect.models`: "vLLM 0.33.0".
         backend: the backend of the dialect.
-        sends: whether the dialect is spoken over ZMQ.
+        sends: whether the dialect is sent over ZMQ.
     """
     words = models.replace(",", " ").split()
     version = next((word for word in words if word[0].isdigit()), "")
@@ -147,21 +146,21 @@ def release_of(models: str, backend: str, *, sends: bool = False) -> FaceRelease
 
 @dataclass(frozen=True, slots=True)
 class Model:
-    """What an engine serves.
+    """The model that a port of an engine serves.
 
     Attributes:
-        name: of the model.
-        release: whose face it has.
-        block_size: tokens a block.
-        max_model_len: the most tokens that prompt and output have together.
-        adapters: names of LoRA adapters, which are models to a client.
-        ranks: data-parallel ranks behind the port.
-        created: when it was made, as seconds of an epoch; said by `/v1/models`.
-        api_key: what clients must show; None: nothing.
-        page_size: tokens a page, where a block has several (context parallelism); None: a block is a page.
-        role: what it is for in P/D pairs: "prefill", "decode" or "both"; None: it is in none.
-        hand_over: how such engines hand over, one of `HAND_OVERS`; None: it is in none.
-        first_rank: the number of the first of its ranks in the whole deployment.
+        name: the name of the model.
+        release: the release of the face.
+        block_size: tokens per block.
+        max_model_len: maximum number of tokens of prompt and output together.
+        adapters: names of LoRA adapters, which clients use as models.
+        ranks: number of data-parallel ranks behind the port.
+        created: the time of creation that `/v1/models` returns, in seconds of an epoch.
+        api_key: the key that clients must send; None: no key.
+        page_size: tokens per page, if a block has several pages (context parallelism); None: a block is a page.
+        role: its role in P/D pairs: "prefill", "decode" or "both"; None: it is in no pair.
+        hand_over: how the engines of the pair hand over, one of `HAND_OVERS`; None: it is in no pair.
+        first_rank: the number of its first rank in the deployment.
     """
 
     name: str
@@ -179,12 +178,12 @@ class Model:
 
     @property
     def hands_over(self) -> bool:
-        """Whether its answers have `kv_transfer_params`: vLLM's with a connector."""
+        """Whether its answers have `kv_transfer_params`, as those of vLLM with a connector."""
         return self.hand_over in PAIRED
 
 
 class Call(NamedTuple):
-    """A request as it came in; the names of its headers are in lower case."""
+    """An incoming HTTP request; the names of its headers are in lower case."""
 
     method: str
     path: str
@@ -194,7 +193,7 @@ class Call(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """An answer that is ready."""
+    """A complete answer."""
 
     status: int
     body: bytes = b""
@@ -203,27 +202,27 @@ class Answer(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Generate:
-    """A request that an engine is to serve.
+    """A request for an engine.
 
     Attributes:
-        api: by which it came.
-        id: its name in the answer.
-        model: the name that it asked for, and that the answer repeats; None: none.
+        api: the API of the request.
+        id: its id in the answer.
+        model: the requested model name, which the answer repeats; None: no name.
         prompts: the tokens of each prompt; a list of prompts has several.
-        max_tokens: tokens of output, of each choice.
-        n: choices of each prompt.
-        is_list: whether prompts came as a list, so that SGLang's `/generate` answers one.
+        max_tokens: tokens of output for each choice.
+        n: number of choices for each prompt.
+        is_list: whether prompts came as a list, so that SGLang's `/generate` answers with a list.
         stream: whether the answer comes in parts.
-        include_usage: whether a last part says what was used.
-        lora_name: the adapter; None: none.
-        cache_salt: the tenant's salt; None: none.
+        include_usage: whether a last part has the usage.
+        lora_name: the adapter, or None.
+        cache_salt: the tenant's salt, or None.
         report_mode: vLLM's `kv_cache_report_mode`, "full" or None.
-        rank: the rank that is asked for; None: any.
+        rank: the requested rank; None: any.
         priority: its priority.
         echo: whether a completion begins with its prompt.
-        continuous_usage: whether each part of the answer says what was used so far.
+        continuous_usage: whether each part of the answer has the usage so far.
         return_token_ids: whether the answer has the tokens next to the text (vLLM).
-        hand_overs: at an engine of a P/D pair, of each prompt what its leg came with, or None.
+        hand_overs: at an engine of a P/D pair, the hand-over parameters of each prompt's leg, or None.
     """
 
     api: Api
@@ -248,14 +247,14 @@ class Generate:
 
 @dataclass(slots=True)
 class Usage:
-    """What an answer used, in tokens."""
+    """The usage of an answer, in tokens."""
 
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as the API of OpenAI has it."""
+        """Return the usage in the form of OpenAI's API."""
         return {
             "prompt_tokens": self.prompt_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
@@ -280,23 +279,23 @@ _E2E: Final[tuple[float, ...]] = (
 
 @dataclass(slots=True)
 class RankState:
-    """What one rank of an engine shows of itself; times in seconds of its own clock.
+    """The visible state of one rank of an engine; times are in seconds of the engine's clock.
 
     Attributes:
-        running: requests that run.
-        waiting: requests that wait.
+        running: number of running requests.
+        waiting: number of waiting requests.
         usage: share of its blocks that are in use.
-        num_blocks: its blocks.
-        preemptions: how often a request was preempted.
-        queried: tokens of prompts that were looked up in the prefix cache.
-        hits: of these, those that were cached.
-        prompt_tokens: tokens of prompts that were served.
-        generation_tokens: tokens that were generated.
-        finished: how many requests ended, by reason.
+        num_blocks: number of its blocks.
+        preemptions: number of preemptions.
+        queried: number of prompt tokens that were looked up in the prefix cache.
+        hits: number of these tokens that were cached.
+        prompt_tokens: number of served prompt tokens.
+        generation_tokens: number of generated tokens.
+        finished: number of ended requests, by reason.
         ttft: times to the first token.
         itl: times between two tokens.
         e2e: times to the last token.
-        sleeps: how deep it sleeps; None: it is awake.
+        sleeps: its sleep level; None if it is awake.
     """
 
     running: int = 0
@@ -316,10 +315,10 @@ class RankState:
 
 
 class Histogram:
-    """Counts values by the buckets of vLLM.
+    """Counts values in the buckets of vLLM.
 
     Args:
-        bounds: the upper bounds, which rise.
+        bounds: the upper bounds, in rising order.
     """
 
     __slots__ = ("bounds", "count", "counts", "total")
@@ -331,7 +330,7 @@ class Histogram:
         self.total = 0.0
 
     def add(self, value: float, times: int = 1) -> None:
-        """Count a value."""
+        """Count a value `times` times."""
         self.count += times
         self.total += value * times
         for position, bound in enumerate(self.bounds):
@@ -341,19 +340,19 @@ class Histogram:
 
 
 class EngineView(Protocol):
-    """What a face asks of its engine."""
+    """The interface of an engine that a face uses."""
 
     @property
     def error(self) -> str | None:
-        """Why it is broken; None: it is not."""
+        """Why the engine is broken; None if it is not."""
 
     @property
     def is_draining(self) -> bool:
-        """Whether it serves what it has, and takes nothing new."""
+        """Whether it finishes open requests and takes no new ones."""
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Of a prefill engine of a P/D pair, where its bootstrap server listens; None: it has none."""
+        """The port of the bootstrap server of a prefill engine in a P/D pair; None if it has none."""
 
     @property
     def pauses(self) -> Any:
@@ -363,15 +362,15 @@ class EngineView(Protocol):
         """Return the state of each rank."""
 
     def number_adapter(self, name: str) -> None:
-        """Give an adapter that is loaded its next number, in all ranks."""
+        """Give a loaded adapter its next number, in all ranks."""
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the events that wait to be polled, and forget them."""
+        """Return the events that wait to be polled, and drop them."""
 
     def hash_algo(self) -> str:
-        """Return what names the blocks of TensorRT-LLM's events."""
+        """Return the hash algorithm that names the blocks of TensorRT-LLM's events."""
 
     def event_sources(self) -> list[dict[str, Any]]:
-        """Return of each rank where its events are published: endpoint, replay_endpoint, topic, buffer_steps,
+        """Return where the events of each rank are published: endpoint, replay_endpoint, topic, buffer_steps,
         host, port, replay_port, load_port.
         """

@@ -1,8 +1,8 @@
-"""The bootstrap server of a prefill engine: what routers and decode engines ask it for.
+"""The bootstrap server of a prefill engine, which routers and decode engines query.
 
-One subject: the routes of SGLang's (`disaggregation/common/conn.py`) and of vLLM's MooncakeConnector
-(`mooncake/mooncake_utils.py`). Who registers there is answered, and nothing follows from it: engines of a server know
-one another.
+One subject: the routes of SGLang's server (`disaggregation/common/conn.py`) and of vLLM's MooncakeConnector
+(`mooncake/mooncake_utils.py`). Registrations are answered but have no effect, as the engines of a `KvServer` are
+connected directly.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 class BootstrapPort:
-    """The port of the bootstrap server of one prefill engine, of all its ranks.
+    """The port of the bootstrap server of one prefill engine, for all its ranks.
 
     Args:
-        network: where it listens.
-        in_rooms: it is SGLang's, else Mooncake's.
-        page_size: tokens a block.
-        ranks: of the engine.
+        network: the address that it listens at.
+        in_rooms: whether it is SGLang's server; False: Mooncake's.
+        page_size: tokens per block.
+        ranks: number of ranks of the engine.
 
     Attributes:
         port: its number.
         engine_ids: the names of the engine's ranks (Mooncake).
-        seen: rank, room and leg of each leg that came (SGLang).
+        seen: rank, room and leg of each leg that arrived (SGLang).
     """
 
     def __init__(self, network: Network, *, in_rooms: bool, page_size: int, ranks: int = 1) -> None:
@@ -46,23 +46,23 @@ class BootstrapPort:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL that it listens at."""
         return self._network.url(self.port)
 
     async def start(self) -> None:
-        """Listen."""
+        """Start to listen."""
         self._server = web.Server(self._handle, handler_cancellation=True, access_log=None, logger=SILENT)
         self._runner = web.ServerRunner(self._server, shutdown_timeout=0.0)
         await self._runner.setup()
         await web.SockSite(self._runner, self._listening).start()
 
     async def stop(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         if self._runner is not None and self._server is not None:
             await end_listening(self._runner, self._server, self._listening)
 
     def close(self) -> None:
-        """Close the socket of one that never listened."""
+        """Close the socket of a port that never listened."""
         self._listening.close()
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -75,7 +75,7 @@ class BootstrapPort:
         return web.Response(body=to_json(found), content_type="application/json")
 
     def _of_mooncake(self, asked: str) -> Any:
-        if asked == "GET /query":  # by rank of data parallelism; addresses by ranks of tensors and of pipelines
+        if asked == "GET /query":  # by data-parallel rank; addresses by tensor-parallel and pipeline-parallel rank
             worker = f"tcp://{self._network.advertised}:{self.port}"
             worker_addr = {"0": {"0": worker}}
             rows = sorted(self.engine_ids.items())

@@ -1,4 +1,4 @@
-"""The commands `serve` and `tokenizer`: a `KvServer` in a process of its own, for tests in any language.
+"""The commands `serve` and `tokenizer`: a `KvServer` in a separate process, for tests in any language.
 
 One subject: the options of a command line, and what they start.
 """
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def add_parsers(
     commands: argparse._SubParsersAction[argparse.ArgumentParser], plugins: argparse.ArgumentParser
 ) -> None:
-    """Add the arguments of both commands."""
+    """Add the parsers of both commands."""
     serve = commands.add_parser(
         "serve",
         parents=[plugins],
@@ -185,20 +185,20 @@ def _tiers_of(given: argparse.Namespace) -> Tiers | None:
 
 
 def _keys(option: str, texts: list[str]) -> dict[str, Any]:
-    """The keys and values that an option gives."""
+    """Return the keys and values of an option."""
     keys: dict[str, Any] = {}
     for text in texts:
         name, is_one, value = text.partition("=")
         if not is_one:
             raise ValueError(f"{option} must be KEY=VALUE, got {text!r:.80}")
         keys[name] = value
-        with suppress(ValueError):  # else it is a name
+        with suppress(ValueError):  # otherwise the value is a text
             keys[name] = json.loads(value)
     return keys
 
 
 def _stores_of(given: argparse.Namespace) -> dict[str, Any] | None:
-    """The stores that `--store` asks for; None: it does not."""
+    """Return the stores of `--store`; None if it is not given."""
     stores: dict[str, Any] = {}
     for text in given.store:
         found = re.fullmatch(r"([^=]+)=([^:]+):(\d+(?:,\d+)*)", text, re.ASCII)
@@ -209,7 +209,7 @@ def _stores_of(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _roles_of(given: argparse.Namespace) -> dict[str, Any] | None:
-    """The roles that `--role` asks for; None: it does not."""
+    """Return the roles of `--role`; None if it is not given."""
     if given.role is None:
         if given.pair:
             raise ValueError("--pair is about P/D pairs; give --role, too")
@@ -227,10 +227,10 @@ def _roles_of(given: argparse.Namespace) -> dict[str, Any] | None:
 
 
 def _with_draft_model(spec: BackendSpec, text: str | None) -> BackendSpec:
-    """The backend with the draft model that `--speculative` asks for.
+    """Return the backend with the draft model of `--speculative`.
 
     Raises:
-        ValueError: there is no such draft model, or the engine takes none.
+        ValueError: an unknown draft model, or an engine that takes none.
     """
     if text is None:
         return spec
@@ -253,10 +253,10 @@ def _with_draft_model(spec: BackendSpec, text: str | None) -> BackendSpec:
 
 
 def _dialect_of(given: argparse.Namespace) -> str:
-    """The dialect that is asked for, with the form of its events.
+    """Return the requested dialect, in the variant of `--events`.
 
     Raises:
-        ValueError: it has one form.
+        ValueError: `--events` is given for a dialect with only one variant.
     """
     dialect: str = given.dialect
     if given.events is None:
@@ -267,7 +267,7 @@ def _dialect_of(given: argparse.Namespace) -> str:
 
 
 def serve_engines(given: argparse.Namespace) -> int:
-    """Serve until the end is asked for; return the exit code."""
+    """Serve until the process is asked to end; then exit with the exit code."""
     from pytest_kvmock.servers.serve.api import to_json
     from pytest_kvmock.servers.serve.kv_server import KvServer, roles_by_dialect
 
@@ -291,7 +291,7 @@ def serve_engines(given: argparse.Namespace) -> int:
     with ExitStack() as undo:
         if given.capture is not None:
             check_replaceable(given.capture, overwrite=given.overwrite)
-            if not given.capture.exists():  # what cannot be served leaves none
+            if not given.capture.exists():  # if serving fails, no capture is left
                 undo.callback(given.capture.unlink, missing_ok=True)
             capture = HarnessCapture(given.capture, profile, "serve")
         journal = None if capture is None else capture.journal
@@ -337,52 +337,52 @@ def serve_engines(given: argparse.Namespace) -> int:
         _wait(end)
     except OSError as error:
         unable = str(error)
-    # Sockets are closed for all to see. To take a large harness apart would cost seconds for nothing.
+    # The process ends without a teardown, as freeing a large harness would take seconds; the system closes sockets.
     server.inside.halt()
     if capture is not None:
         with harness.publisher.lock, suppress(CaptureError):
             capture.close()
-        unable = str(capture.error or unable)  # an engine may have met it long before: it is said last
+        unable = str(capture.error or unable)  # an engine may have met the error much earlier; it is printed last
     if unable:
         print_error(unable, "serve")
     os._exit(2 if unable or server.inside.broken else 0)
 
 
 def _read_token(path: Path) -> str:
-    """Return the token that a file has, without the end of its line.
+    """Return the token in a file, without its newline.
 
     Raises:
-        ValueError: it cannot be read, or has no token; the message does not show what it has.
+        ValueError: the file cannot be read, or has no token; the message does not show its content.
     """
     try:
         return check_secret("token", path.read_text(encoding="ascii").strip())
     except OSError as error:
         raise ValueError(f"--token-file {path}: it cannot be read: {error.strerror}") from None
-    except ValueError:  # also one that is no ASCII
+    except ValueError:  # includes characters that are not ASCII
         raise ValueError(f"--token-file {path}: it must have one line, of ASCII characters without spaces") from None
 
 
 def _asked_to_end() -> int:
-    """Return a descriptor that can be read once a signal asks the process to end."""
+    """Return a file descriptor that becomes readable when a signal asks the process to end."""
     end, woken = os.pipe()
     os.set_blocking(woken, False)
 
     def stop(_signal: int, _frame: FrameType | None) -> None:
-        with suppress(BlockingIOError):  # it was asked thousands of times
+        with suppress(BlockingIOError):  # the pipe is full after thousands of signals
             os.write(woken, b"x")
 
     for each in (signal.SIGTERM, signal.SIGINT):
         signal.signal(each, stop)
-    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # else: nohup
+    if hasattr(signal, "SIGHUP") and signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # ignored under nohup
         signal.signal(signal.SIGHUP, stop)
     return end
 
 
 def _print_ready(line: str) -> None:
-    """Print the line that says where everything is.
+    """Print the line with all addresses.
 
     Raises:
-        OSError: it cannot be written; the message says so.
+        OSError: the line cannot be written; the message says so.
     """
     try:
         if sys.stdout is None:
@@ -394,13 +394,13 @@ def _print_ready(line: str) -> None:
 
 
 def _wait(end: int) -> None:
-    """Wait for a signal, or for the end of standard input where that is a pipe or a socket."""
+    """Wait for a signal, or for the end of standard input if it is a pipe or a socket."""
     watched = [end]
     try:
         mode = os.fstat(0).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
             watched.append(0)
-    except OSError:  # it is closed
+    except OSError:  # standard input is closed
         pass
     while True:
         ready = select.select(watched, [], [])[0]

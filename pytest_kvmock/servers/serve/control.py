@@ -1,9 +1,9 @@
-"""The control API: what a test in any language asks of a server, as JSON over a port of its own.
+"""The control API: a test in any language controls a server with JSON over a separate port.
 
-Each path is a method of `KvServer`; a body is its arguments. What acts is POST alone, and a page in a browser can use
-nothing (`network`). What is refused is answered with 400 and `{"error": text}`. What waits is awaited in the loop of
-the server, so that any number wait at once, and one whose client is gone waits no longer; all else has a thread, as it
-calls that loop.
+Each path is a method of `KvServer`; a body has its arguments. Paths that change something accept only POST, and a page
+in a browser can use no path (see `network`). Rejected requests are answered with 400 and `{"error": text}`. Methods
+that wait are awaited in the server's event loop, so that any number can wait at once and the wait ends when the client
+disconnects. All other methods run in threads, because they call that loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from pytest_kvmock.servers.serve.network import Guard, Network
 
 MOST_WAIT_S: Final = 600.0
-"""The longest time limit, in seconds."""
+"""Maximum time limit of a wait, in seconds."""
 
 Server: TypeAlias = Any
 """A `KvServer`, which imports this module."""
@@ -38,10 +38,10 @@ class ControlPort:
     """The port of the control API.
 
     Args:
-        server: what it controls.
-        listening: its socket, bound already.
-        network: where that is.
-        guard: who may use it.
+        server: the server that it controls.
+        listening: its bound socket.
+        network: the address of the socket.
+        guard: decides who may use it.
     """
 
     def __init__(self, server: Server, listening: socket.socket, network: Network, guard: Guard) -> None:
@@ -55,12 +55,12 @@ class ControlPort:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The URL that it listens at."""
         return self._network.url(self.port)
 
     async def start(self) -> None:
-        """Listen."""
-        # Made here: the loop would look for its module at the first call, for which a descriptor must be free.
+        """Start to listen."""
+        # Made here, because the loop would import the executor at the first call, which needs a free descriptor.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(thread_name_prefix="KvServer control"))
         self._accepting = web.Server(
             self._handle, request_factory=large_request, handler_cancellation=True, access_log=None, logger=SILENT
@@ -70,16 +70,16 @@ class ControlPort:
         await web.SockSite(self._runner, self._listening).start()
 
     async def stop(self) -> None:
-        """Listen no more; who waits for an answer gets none."""
+        """Stop listening; waiting clients get no answer."""
         if self._runner is not None and self._accepting is not None:
             await end_listening(self._runner, self._accepting, self._listening)
 
     def close(self) -> None:
-        """Close the socket of one that never listened."""
+        """Close the socket of a port that never listened."""
         self._listening.close()
 
     def _refused(self, request: web.BaseRequest) -> web.Response | None:
-        """Return the answer to a request that may not do what it asks, before anything of it is read; None: it may."""
+        """Return the answer to a request that is not allowed, before its body is read; None if it is allowed."""
         headers = request.headers
         arrived_at = request.transport.get_extra_info("sockname")[0] if request.transport is not None else ""
         text = self._guard.foreign_text(headers.getall("Host", ()), headers.getall("Origin", ()), arrived_at)
@@ -113,7 +113,7 @@ class ControlPort:
                 return _json(200, {"done": True})
             method = partial(_METHODS[name], self._server, given)
             answer = await asyncio.get_running_loop().run_in_executor(None, method)
-        except web.RequestPayloadError as error:  # compressed, it says, and is not
+        except web.RequestPayloadError as error:  # declared as compressed, but is not
             return _json(400, {"error": f"{name}: the body cannot be read: {error}"})
         except web.HTTPRequestEntityTooLarge as error:
             return _json(413, {"error": f"{name}: {error.text}"})
@@ -133,7 +133,12 @@ def _read(body: bytes) -> Any:
 
 
 def _call(method: Callable[..., Any], given: dict[str, Any]) -> Any:
-    """Call a method with arguments by name, if it takes them."""
+    """Call a method with arguments by name.
+
+    Raises:
+        TypeError: an unknown argument.
+        KeyError: an argument is missing.
+    """
     takes = inspect.signature(method).parameters
     for name in given:
         if name not in takes:
@@ -156,13 +161,13 @@ def _check(server: Server, given: dict[str, Any]) -> Any:
     if isinstance(answer, dict) and answer.get("blocks", ()) is None:
         answer = {**answer, "blocks": []}
     found = truth.compare(asked, [] if answer is None else answer, given.get("last_batch"))
-    if found.is_outdated:  # it is the client that asks again, so nothing is kept
+    if found.is_outdated:  # the client asks again, so no difference is recorded
         return _json(409, {"error": "more was published since last_batch: ask again", **truth.expect(asked)})
     return {"right": not found.text, "differences": truth.keep(asked, found)}
 
 
 def _prompt(given: dict[str, Any]) -> Any:
-    prompt = [] if given["prompt"] is None else given["prompt"]  # a list without elements, in Go
+    prompt = [] if given["prompt"] is None else given["prompt"]  # an empty list in Go
     if not isinstance(prompt, str | list):
         raise TypeError(f"prompt must be a text or a list of tokens, got {prompt!r:.80}")
     if len(prompt) > MOST_TOKENS:
@@ -173,7 +178,7 @@ def _prompt(given: dict[str, Any]) -> Any:
 
 
 def _doing(name: str) -> Callable[[Server, dict[str, Any]], dict[str, bool]]:
-    """Return what calls a method that returns nothing."""
+    """Return a handler that calls a method without a result."""
 
     def do(server: Server, given: dict[str, Any]) -> dict[str, bool]:
         _call(getattr(server, name), given)
@@ -190,7 +195,7 @@ def _replays(server: Server, _: dict[str, Any]) -> Any:
 
 
 def _faulting(method: str) -> Callable[[Server, dict[str, Any]], dict[str, bool]]:
-    """Return what asks for a fault of a worker, by a method of the server."""
+    """Return a handler that requests a fault of a worker by a method of the server."""
 
     def ask(server: Server, given: dict[str, Any]) -> dict[str, bool]:
         options = dict(given)
@@ -210,7 +215,7 @@ def _pairs_of(server: Server) -> Any:
 
 
 def _transfers(pairs: Any, given: dict[str, Any]) -> Any:
-    """Do to the transfers of P/D pairs what a body says: fail some, delay each, hold them or let them go."""
+    """Fail, delay, hold or release the transfers of P/D pairs, as the body requests."""
     for name in given:
         if name not in ("fail", "delay_s", "hold"):
             raise TypeError(unknown_text("argument", name, ("fail", "delay_s", "hold")))
@@ -226,7 +231,7 @@ def _transfers(pairs: Any, given: dict[str, Any]) -> Any:
 
 
 def verdict_of(server: Server) -> dict[str, Any]:
-    """Return what there is to say of events and routing so far."""
+    """Return the verdict on events and routing so far."""
     log = server.harness.events
     with server.harness.publisher.lock:
         server.harness.flush()
@@ -273,9 +278,9 @@ _METHODS: Final[dict[str, Callable[[Server, dict[str, Any]], Any]]] = {
 }
 
 _WAITS: Final = {"wait_subscribed": "await_subscribed", "wait_requests": "await_requests", "step": "await_step"}
-"""What waits, by its path: the method that is awaited."""
+"""The awaited method of each path that waits."""
 
 _READS: Final = frozenset(
     {"ready", "expect", "replays", "pairs", "requests", "routing", "verdict", "wait_subscribed", "wait_requests"}
 )
-"""What changes nothing, and may be asked for with GET, too."""
+"""The paths that change nothing and also accept GET."""

@@ -1,8 +1,8 @@
-"""What a test has the engines of a server do: hold and go on, restart, refuse connections, answer with errors, lose
+"""How a test controls the engines of a server: hold and continue, restart, refuse connections, answer with errors, lose
 batches.
 
-Methods are called in the test's thread. What waits for something has a twin that is awaited in the server's own loop,
-as the control API does.
+Methods are called in the test's thread. A method that waits has an async version in `ServerInside`, which the control
+API awaits in the server's event loop.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _POLLS: Final = "fail_polls"
 
 
 def known_faults() -> list[str]:
-    """Return the names of the faults of the wire that a test can ask for."""
+    """Return the names of the wire faults that a test can request."""
     return [each for each in dir(WireFaults) if not each.startswith("_") and each not in _NO_FAULTS]
 
 
 def _call(fault: Callable[..., None], name: str, options: Mapping[str, Any]) -> None:
-    """Ask for a fault, with options that it takes."""
+    """Request a fault, after a check of its options."""
     takes = list(inspect.signature(fault).parameters)
     for each in options:
         if each not in takes:
@@ -43,26 +43,26 @@ def _call(fault: Callable[..., None], name: str, options: Mapping[str, Any]) -> 
 
 
 class Controls:
-    """The part of a `KvServer` that changes what its engines do.
+    """The part of a `KvServer` that controls its engines.
 
     Attributes:
-        harness: whose workers they are.
-        inside: what is for the control API, the command and the plugin.
+        harness: the harness that has the workers.
+        inside: the interface for the control API, the command and the plugin.
     """
 
     harness: RouterHarness
     inside: ServerInside
 
     def hold(self, worker: int | None = None) -> None:
-        """Start no pass until `release` or `step`, so that requests pile up; None: at all workers.
+        """Start no pass until `release` or `step`, so that requests queue up; None: at all workers.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: an unknown worker.
         """
         self._hold(worker, held=True)
 
     def release(self, worker: int | None = None) -> None:
-        """Go on after `hold`."""
+        """Run passes again after `hold`."""
         self._hold(worker, held=False)
 
     def _hold(self, worker: int | None, *, held: bool) -> None:
@@ -77,10 +77,10 @@ class Controls:
         self.inside.thread.call(change())
 
     def step(self, n: int = 1, worker: int | None = None) -> None:
-        """Run `n` passes of each rank that is held, and wait for them; None: at all workers.
+        """Run `n` passes of each held rank, and wait for them; None: at all workers.
 
         Raises:
-            ValueError: there is no such worker, or `n` is below 1.
+            ValueError: an unknown worker, or `n` is below 1.
         """
         self.inside.thread.call(self.inside.await_step(n, worker))
 
@@ -88,7 +88,7 @@ class Controls:
         """Wait until `open` requests are open.
 
         Raises:
-            TimeoutError: there were not as many in time; it says how many there are.
+            TimeoutError: fewer requests were open in time; the message has their number.
         """
         __tracebackhide__ = True
         self.inside.thread.call(self.inside.await_requests(open, timeout))
@@ -98,16 +98,16 @@ class Controls:
         `KvPublisher.wait_subscribed`.
 
         Raises:
-            WireTimeout: there were not as many in time.
+            WireTimeout: there were fewer subscribers in time.
         """
         __tracebackhide__ = True
         self.inside.thread.call(self.inside.await_subscribed(subscribers, timeout))
 
     def fault(self, worker: int, name: str, **options: Any) -> None:
-        """Ask for a fault of the wire: a method of `KvPublisher.faults`, by its name.
+        """Request a wire fault: a method of `KvPublisher.faults`, by its name.
 
         Raises:
-            ValueError: there is no such worker or fault.
+            ValueError: an unknown worker or fault.
             TypeError: an option that the fault does not take.
         """
         faults = self.inside.port(worker).publisher.faults
@@ -119,14 +119,14 @@ class Controls:
         _call(getattr(faults, name), name, options)
 
     def load_fault(self, worker: int, name: str, **options: Any) -> None:
-        """Ask for a fault of a worker's loads.
+        """Request a fault of a worker's loads.
 
-        It is a method of `LoadFaults`, by its name, for the messages of its load stream; or "fail_polls": its next
-        polls (`times`, 1; None: each, until `start`), of `/metrics`, `/load`, `/get_load` and `/v1/loads`, are answered
-        with 503.
+        `name` is a method of `LoadFaults`, for the messages of the load stream; or "fail_polls": the next polls of
+        `/metrics`, `/load`, `/get_load` and `/v1/loads` are answered with 503. The option `times` is the number of
+        polls (default: 1; None: each poll until `start`).
 
         Raises:
-            ValueError: there is no such worker or fault, or it has no load stream.
+            ValueError: an unknown worker or fault, or a worker without a load stream.
             TypeError: an option that the fault does not take.
         """
         served = self.inside.port(worker)
@@ -143,14 +143,14 @@ class Controls:
 
     @property
     def replays(self) -> list[tuple[int, Replay]]:
-        """Who asked for a replay: worker, and what was asked for and sent."""
+        """The replays so far: the worker, and the requested and sent batches."""
         return [(worker, each) for worker, port in self.inside.ports.items() for each in port.publisher.replays]
 
     def restart(self, worker: int) -> None:
         """Restart a worker, announced to the harness: it is empty, its connections are cut, its batches begin with 0.
 
         Raises:
-            ValueError: there is no such worker, or its engine is broken.
+            ValueError: an unknown worker, or its engine is broken.
         """
         port = self.inside.port(worker)
 
@@ -160,13 +160,12 @@ class Controls:
         self.inside.thread.call(restart())
 
     def stop(self, worker: int) -> None:
-        """Refuse connections to a worker, and cut those that are open, as `restart` does; `start` listens at the same
-        port again.
+        """Refuse connections to a worker, and cut open ones, as `restart` does; `start` listens at the same port again.
 
-        What the engine has cached stays.
+        The engine keeps its cache.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: an unknown worker.
         """
         port = self.inside.port(worker)
 
@@ -183,52 +182,49 @@ class Controls:
         headers: Mapping[str, str] = {},
         times: int | None = 1,
     ) -> None:
-        """Answer the next requests of a worker with an error in place of serving them, after those that were asked for
-        before.
+        """Answer the next requests of a worker with an error instead of serving them, after answers planned earlier.
 
-        It is about what an engine would serve: completions, chats and `/generate`. The body is an error in the form of
-        the release.
+        It applies to completions, chats and `/generate`. The body is an error in the form of the release.
 
         Args:
-            worker: which.
-            status: of the answer, from 400 to 599.
-            headers: further ones, in addition to its own: `{"Retry-After": "1"}`.
-            times: how many requests; None: each, until `start`.
+            worker: the worker.
+            status: the status of the answer, from 400 to 599.
+            headers: additional headers, such as `{"Retry-After": "1"}`.
+            times: number of requests; None: each request until `start`.
 
         Raises:
-            ValueError: there is no such worker, a status that is none of an error, a header that cannot be sent, or
-                `times` below 1.
-            TypeError: headers that are no names with texts.
+            ValueError: an unknown worker, a status that is no error, a header that cannot be sent, or `times` below 1.
+            TypeError: headers that do not map names to texts.
         """
         self._act(self.inside.port(worker).planned.plan_answer, status, headers, times)
 
     def cut(self, worker: int, after_chunks: int = 0) -> None:
-        """Cut the connection of the next request of a worker, as an engine that dies while it answers.
+        """Cut the connection of the next request of a worker, as if the engine died while it answers.
 
         Args:
-            worker: which.
-            after_chunks: number of chunks that are sent, each an event of the stream, and never its end: it is the next
-                request that streams. 0: nothing is sent, and it is the next request of all.
+            worker: the worker.
+            after_chunks: number of chunks (events of the stream, never its end) that are sent before; then it applies
+                to the next request that streams. 0: nothing is sent, and it applies to the next request of any kind.
 
         Raises:
-            ValueError: there is no such worker, or `after_chunks` is below 0.
+            ValueError: an unknown worker, or `after_chunks` below 0.
         """
         self._act(self.inside.port(worker).planned.plan_cut, after_chunks)
 
     def drain(self, worker: int) -> None:
-        """Have a worker serve what it has, and refuse what is new, as its engine does when it is asked to end; `start`
-        ends that.
+        """Let a worker finish its open requests and refuse new ones, as its engine does when it is asked to end;
+        `start` ends this.
 
-        vLLM refuses connections, and closes each once its request is over. SGLang is not healthy from then on (503),
-        takes requests still, and refuses connections once none is open.
+        vLLM refuses new connections, and closes each connection when its request ends. SGLang is unhealthy (503) from
+        then on, still takes requests, and refuses connections when no request is open.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: an unknown worker.
         """
         self.inside.thread.call(self.inside.port(worker).drain())
 
     def _act(self, method: Callable[..., None], *arguments: Any) -> None:
-        """Call a method in the loop, where what it changes is read."""
+        """Call a method in the event loop, because the loop reads the data that it changes."""
 
         async def act() -> None:
             method(*arguments)
@@ -236,20 +232,19 @@ class Controls:
         self.inside.thread.call(act())
 
     def start(self, worker: int) -> None:
-        """Listen again after `stop` or `drain`, and serve what comes: answers and cuts that wait still are taken back.
+        """Listen again after `stop` or `drain`, and serve requests; planned answers and cuts are cancelled.
 
         Raises:
-            ValueError: there is no such worker.
-            EndpointError: another has taken the port meanwhile.
+            ValueError: an unknown worker.
+            EndpointError: another process has taken the port meanwhile.
         """
         self.inside.thread.call(self.inside.port(worker).start())
 
     def reset(self, worker: int | None = None) -> bool:
-        """Empty the caches, which publish Cleared; False, and nothing of that worker changes, while it has open
-        requests.
+        """Empty the caches, which publish Cleared. A worker with open requests does not change; then return False.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: an unknown worker.
         """
         ports = list(self.inside.ports.values()) if worker is None else [self.inside.port(worker)]
 

@@ -1,10 +1,10 @@
-"""One rank of a served engine: requests in, passes one after the other, tokens out.
+"""One rank of a served engine: it takes requests, runs passes one after the other, and returns tokens.
 
-One subject: the life of one rank. Theory of operation. All here runs in the thread of the server, and holds the lock
-of the harness while it touches engine or ledger. A pass begins, takes its time by the wall (`time_scale`), and ends;
-its events are one batch, which is on the wire before anybody hears of its tokens. A request that arrives during a pass
-waits for the next one, as in a real engine. Whatever an engine raises breaks it, and is said on standard error once:
-its requests fail, it takes no more of them, and it runs no further pass.
+One subject: the life of one rank. Theory of operation. All code here runs in the server's thread, and holds the
+harness's lock while it uses engine or ledger. A pass begins, takes its time on the wall clock (`time_scale`), and ends.
+Its events are one batch, which is on the wire before any client gets its tokens. A request that arrives during a pass
+waits for the next pass, as in a real engine. An exception of the engine breaks it, and is printed on standard error
+once: its requests fail, it takes no more requests, and it runs no further pass.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ if TYPE_CHECKING:
 
 
 class Job:
-    """One request of a client: its choices, and what of them was not sent yet.
+    """One request of a client: its choices, and their tokens that were not sent yet.
 
     Attributes:
         asked: the request.
         choices: its choices, in the order of the answer.
-        rows: of each prompt, what the log has of it.
-        fresh: choices with tokens that were not taken yet, and those tokens.
-        changed: set when there is something to take.
-        left: how many choices are not over.
-        failure: why it cannot be served; None: it can.
+        rows: the log's entry for each prompt.
+        fresh: choices with new tokens, each with the number of these tokens.
+        changed: set when there are new tokens, or the request has ended.
+        left: number of choices that have not ended.
+        failure: why it cannot be served; None if it can.
         failure_kind: the type of that error in the answer.
     """
 
@@ -68,7 +68,7 @@ class Job:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether no more tokens will come."""
         return not self.left or self.failure is not None
 
 
@@ -89,24 +89,24 @@ class EngineLoop:
     """Drives one rank of an engine.
 
     Args:
-        harness: whose engine it is.
+        harness: the harness of the engine.
         engine: the engine.
-        publisher: where its events are sent.
-        time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none.
-        seed: of what is generated.
-        open_changed: set whenever a choice opens, or is over.
-        pairs: of a server whose engines have roles; None: its engine is in no P/D pair.
+        publisher: sends its events.
+        time_scale: the time of a pass on the wall clock, as a share of its virtual time; 0: none.
+        seed: seed of generated tokens.
+        open_changed: set whenever a choice opens or ends.
+        pairs: the P/D pairs of the server; None: its engines have no roles.
 
     Attributes:
-        engine: as above.
-        state: what it shows of itself.
+        engine: the engine.
+        state: its visible state.
         held: whether passes wait for `step` or `release`.
-        steps: how many passes may run while it is held.
-        error: why it is broken; None: it is not.
-        lock: of the harness.
-        pairs: of a server whose engines have roles; None: its engine is in no P/D pair.
-        frozen: whether no pass runs, as it is paused with what it has.
-        clears_when_idle: whether its cache is emptied once nothing is open, as it was paused.
+        steps: number of passes that may run while it is held.
+        error: why it is broken; None if it is not.
+        lock: the lock of the harness.
+        pairs: the P/D pairs of the server; None: its engines have no roles.
+        frozen: whether it is paused with its requests, so that no pass runs.
+        clears_when_idle: whether its cache is emptied as soon as no request is open, because of a pause.
     """
 
     def __init__(
@@ -132,14 +132,14 @@ class EngineLoop:
         self._open_changed = open_changed
         self._running: dict[Any, _Running] = {}  # by `EngineRequest`
         self._wake = asyncio.Event()
-        self._roused = 0  # how often
-        self._is_quiet = False  # its last pass did nothing, and none will before it is roused
+        self._roused = 0  # number of calls of `rouse`
+        self._is_quiet = False  # the last pass did nothing, and none is useful before the next `rouse`
         self._stepped = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self.use(harness, engine)
 
     def use(self, harness: RouterHarness, engine: HarnessEngine) -> None:
-        """Drive an engine from now on, one that is not broken; nothing may be open."""
+        """Start to drive an engine, which must not be broken; no request may be open."""
         self._harness = harness
         self.lock = harness.publisher.lock
         self.engine = engine
@@ -150,11 +150,11 @@ class EngineLoop:
             self.pairs.join(self)
 
     def start(self) -> None:
-        """Begin to run passes."""
+        """Start to run passes."""
         self._task = asyncio.get_running_loop().create_task(self._drive())
 
     async def stop(self) -> None:
-        """Run no further pass; one that is under way ends."""
+        """Run no further pass; finish a pass that is under way."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):
@@ -170,7 +170,7 @@ class EngineLoop:
             self._leave()
 
     def let_go(self) -> None:
-        """Close the engine, with a pass that is under way, and leave it to others."""
+        """Close the engine, including a pass that is under way, and stop driving it."""
         with self.lock:
             with suppress(Exception), self.guarded():
                 self.engine.close()
@@ -181,7 +181,7 @@ class EngineLoop:
         self.engine.output_of = None
 
     def halt(self) -> None:
-        """Run no further pass, and leave all as it is, with a pass that is under way: for a process that ends now."""
+        """Run no further pass and clean nothing up, for a process that ends now."""
         if self._task is not None:
             self._task.cancel()
         self._running.clear()
@@ -195,7 +195,7 @@ class EngineLoop:
         self.rouse()
 
     def clear(self) -> bool:
-        """Empty the cache, and return whether that was possible."""
+        """Empty the cache; return whether this was possible."""
         with self.lock, self.guarded():
             worker, tiers = self.engine.worker, self.engine.worker.tiers
             if worker.clear():
@@ -209,7 +209,7 @@ class EngineLoop:
     # ------------------------------------------------------------------------------------------------------- pauses
 
     def _end_pass_now(self) -> None:
-        """End a pass that is under way before its time by the wall."""
+        """End a pass that is under way before its time on the wall clock is over."""
         if self.engine.is_in_pass:
             with self._publisher.step():
                 done = self.engine.inside.finish_pass()
@@ -217,18 +217,18 @@ class EngineLoop:
             self._give_out(done)
 
     def preempt_all(self) -> None:
-        """Have the requests that run wait again, without their blocks; they are computed again later."""
+        """Let running requests wait again, without their blocks; they are computed again later."""
         with self.lock, self.guarded():
             self._end_pass_now()
             with self._publisher.step():
                 self.engine.inside.scheduler.preempt_all()
 
     def reset(self, *, running: bool = False, external: bool = False) -> bool:
-        """Empty the cache as vLLM does, so that the Cleared leaves with the next step; False: a request runs.
+        """Empty the cache as vLLM does: the Cleared is published with the next step. Return False if a request runs.
 
         Args:
-            running: have those wait again.
-            external: empty the host below it, too.
+            running: whether to preempt running requests first.
+            external: whether to empty the host, too.
         """
         if running:
             self.preempt_all()
@@ -241,7 +241,7 @@ class EngineLoop:
             return True
 
     def flush_retracted(self) -> bool:
-        """Empty the cache while all requests wait without blocks, as SGLang after a pause that retracts them."""
+        """Empty the cache while all requests wait without blocks, as SGLang does after a pause that retracts them."""
         with self.lock, self.guarded():
             scheduler = self.engine.inside.scheduler
             if not self.frozen or scheduler.running or scheduler.parked or self.engine.is_in_pass:
@@ -250,7 +250,7 @@ class EngineLoop:
                 return self.engine.worker.reset()
 
     def end_requests(self, names: Callable[[str], bool]) -> None:
-        """End open requests, chosen by their names in answers, as an engine that is told to abort them."""
+        """End open requests, chosen by their ids in answers, as an engine does on an abort."""
         with self.lock, self.guarded():
             self._end_pass_now()
         for request, running in list(self._running.items()):
@@ -271,9 +271,9 @@ class EngineLoop:
 
     @contextmanager
     def guarded(self) -> Iterator[None]:
-        """Within the context, what the engine raises breaks it, and is raised on; a refusal does not.
+        """Within the context, an exception of the engine breaks it and is raised again; a rejection does not break it.
 
-        A refusal is a ValueError; one that a capture cannot be written is none.
+        A rejection is a ValueError other than a `CaptureError`.
         """
         try:
             yield
@@ -283,7 +283,7 @@ class EngineLoop:
             raise
 
     def break_down(self, error: Exception) -> None:
-        """Take the engine for broken, and end all that is open."""
+        """Mark the engine as broken, and end all open requests."""
         if self.error is None:
             self.error = f"{type(error).__name__}: {' '.join(str(error).split())}"
             worker = self.engine.worker
@@ -293,13 +293,13 @@ class EngineLoop:
     # ------------------------------------------------------------------------------------------------- requests
 
     def generated(self, tokens: Sequence[int], count: int) -> str:
-        """Return the first tokens that a prompt is answered with, as a text."""
+        """Return the first tokens that the engine generates for a prompt, as a text."""
         source = letters_of(self._seed, tokens)
         return "".join(chr(source.getrandbits(32)) for _ in range(count))
 
     @property
     def num_open(self) -> int:
-        """Choices that are not over."""
+        """Number of choices that have not ended."""
         return len(self._running)
 
     def submit(self, job: Job, prompts: Sequence[Prompt], positions: Sequence[int]) -> None:
@@ -307,12 +307,12 @@ class EngineLoop:
 
         Args:
             job: the request.
-            prompts: all of its prompts.
-            positions: of which of them.
+            prompts: all prompts of the request.
+            positions: the positions of the prompts that this rank serves.
 
         Raises:
-            OutOfBlocks: one can never fit; none was given then.
-            PairRefused: an engine of a P/D pair refuses it.
+            OutOfBlocks: a prompt can never fit; then none is submitted.
+            PairRefused: an engine of a P/D pair rejects the request.
         """
         asked, engine = job.asked, self.engine
         given: list[EngineRequest] = []
@@ -350,7 +350,7 @@ class EngineLoop:
         self.rouse()
 
     def abort(self, job: Job) -> None:
-        """Abort what is open of a request, as its client has gone."""
+        """Abort the open choices of a request whose client has disconnected."""
         for request in [each for each, running in self._running.items() if running.job is job]:
             del self._running[request]
             self._abort(request)
@@ -359,7 +359,7 @@ class EngineLoop:
         self.rouse()
 
     def fail(self, reason: str) -> None:
-        """End all that is open with a reason: the engine has lost it, or is taken away."""
+        """End all open requests with a reason: the engine has lost them, or is replaced."""
         jobs = dict.fromkeys(running.job for running in self._running.values())
         requests = list(self._running)
         self._running.clear()
@@ -379,18 +379,18 @@ class EngineLoop:
     # --------------------------------------------------------------------------------------------------- passes
 
     def allow(self, *, steps: int = 0) -> None:
-        """Let `steps` more passes run while it is held; below 0: take some back; 0: check again whether it is held."""
+        """Allow `steps` more passes while it is held. Below 0: withdraw some; 0: only check `held` again."""
         self.steps = max(0, self.steps + steps)
         self.rouse()
 
     def rouse(self) -> None:
-        """Look again whether there is something to do."""
+        """Check again whether there is work."""
         self._roused += 1
         self._is_quiet = False
         self._wake.set()
 
     async def stepped(self) -> None:
-        """Wait until the passes that were allowed have run, or nothing is left to run."""
+        """Wait until the allowed passes have run, or there is no work left."""
         while self.steps and self._has_passes:
             self._stepped.clear()
             await self._stepped.wait()
@@ -421,7 +421,7 @@ class EngineLoop:
             self._stepped.set()
 
     def _notice(self) -> None:
-        """Of a P/D pair: a step that computes nothing, in which news of others and what is due take effect."""
+        """For a P/D pair, run a step that computes nothing, so that reports of other engines and due changes apply."""
         if self.pairs is None or self.held or self.error is not None:
             return
         with self.lock, suppress(Exception), self.guarded(), self._publisher.step():
@@ -429,11 +429,11 @@ class EngineLoop:
 
     @property
     def in_rooms(self) -> bool:
-        """Whether it is an engine of SGLang's pairs, whose failed legs are answered in a form of their own."""
+        """Whether it is an engine of SGLang's pairs, whose failed legs have a special answer."""
         return self.pairs is not None and self.pairs.way == IN_ROOMS
 
     def lose(self, request: Any, reason: str) -> None:
-        """End a request that its engine has ended with an error, and with it all choices of its client."""
+        """End a request that its engine ended with an error, and all other choices of its client."""
         running = self._running.pop(request, None)
         if running is not None:
             running.job.failure, running.job.failure_kind = reason, "500" if self.in_rooms else "InternalServerError"
@@ -449,7 +449,7 @@ class EngineLoop:
             begun = engine.inside.start_pass(engine.now_ms)
         await asyncio.sleep((begun.end_ms - begun.start_ms) / 1000 * self._scale)
         with self.lock:
-            if engine is not self.engine or not engine.is_in_pass:  # restarted, or exchanged, in between
+            if engine is not self.engine or not engine.is_in_pass:  # restarted or replaced in the meantime
                 return
             with self._publisher.step():
                 done = engine.inside.finish_pass(blocks_may_come=self.pairs is not None)
@@ -464,7 +464,7 @@ class EngineLoop:
             self.clears_when_idle = False
 
     def say_load(self, *, force: bool) -> None:
-        """Say the load of the rank if it is due, where that is published: after a pass, and in turns between passes."""
+        """Publish the load of the rank if it has a load stream and a message is due, after and between passes."""
         loads = self._publisher.loads
         if loads is None or self.error is not None:
             return
@@ -473,7 +473,7 @@ class EngineLoop:
             loads.call(rank, lambda: load_of(self.engine, rank), force=force)
 
     def _note_answers(self, done: ForwardPass) -> None:
-        """Note what the answers of legs that have ended hand over."""
+        """Record the hand-over parameters in the answers of legs that have ended."""
         assert self.pairs is not None
         for request in done.finished:
             running = self._running.get(request)
@@ -488,7 +488,7 @@ class EngineLoop:
         state.preemptions = metrics.preemptions
 
     def look(self) -> RankState:
-        """Return the state as it is now."""
+        """Return the current state."""
         with self.lock:
             self._note_state()
         return self.state

@@ -1,9 +1,9 @@
-"""The faces of vLLM, SGLang and TensorRT-LLM: which path takes what, and what is answered; see `api`. No socket is
-opened here.
+"""The faces of vLLM, SGLang and TensorRT-LLM: their paths, arguments and answers; see `api`. This module opens no
+socket.
 
-One subject: the paths. TensorRT-LLM's face has OpenAI's two in their plain form, health, its events and `/server_info`,
-as read. vLLM 0.29's answers were recorded; what other releases and SGLang have is as read (docs/how-to/serve.md).
-Of engines without a role `kv_transfer_params` and `bootstrap_*` are taken, and have no effect.
+One subject: the paths. TensorRT-LLM's face has OpenAI's two paths in their basic form, health, its events and
+`/server_info`, as read from its code. vLLM 0.29's answers were recorded; those of other releases and of SGLang follow
+their code (docs/how-to/serve.md). Engines without a role accept `kv_transfer_params` and `bootstrap_*` and ignore them.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _NOT_FOUND: Final = Answer(404, b'{"detail":"Not Found"}')
 _NOT_ALLOWED: Final = Answer(405, b'{"detail":"Method Not Allowed"}')
 _UNAUTHORIZED: Final = Answer(401, b'{"error":"Unauthorized"}')
 _SHOWN: Final = [text.decode((token,)) for token in range(text.VOCABULARY)]
-"""Each token of a text, as a text."""
+"""The text of each token."""
 _SGLANG_OUTPUT: Final = 128
-"""Tokens of output of a `/generate` that names none (SGLang's `SamplingParams`)."""
+"""Default number of output tokens of `/generate` (SGLang's `SamplingParams`)."""
 
 
 class Face:
-    """Answers what comes in on the HTTP port of one engine.
+    """Answers requests to the HTTP port of one engine.
 
     Args:
-        model: what it serves.
+        model: the served model.
         engine: the engine.
-        seed: of the names of requests that bring none.
+        seed: seed of generated request ids.
 
     Attributes:
-        adapters: those that are loaded.
+        adapters: the loaded adapters.
     """
 
     def __init__(self, model: Model, engine: EngineView, seed: int = 0) -> None:
@@ -112,8 +112,8 @@ class Face:
         self._paths = paths
 
     def answer(self, call: Call) -> Answer | Generate | Awaitable[Answer]:
-        """Answer a request, maybe after a while, or say what an engine is to serve; never raises for what a client
-        sends.
+        """Return the answer to a request (perhaps to be awaited), or the request for the engine. No input of a client
+        makes it raise.
         """
         key = self.model.api_key
         if key is not None and self._needs_key(call) and not shows(call.headers.get("authorization", ""), key):
@@ -130,13 +130,13 @@ class Face:
             return self.refusal(error)
 
     def _needs_key(self, call: Call) -> bool:
-        """Whether a key guards this path: in vLLM those of `/v1`, in SGLang all but those of health and metrics."""
+        """Whether this path needs the API key: in vLLM paths of `/v1`, in SGLang all except health and metrics."""
         if call.method == "OPTIONS":
             return False
         return not call.path.startswith(("/health", "/metrics")) if self._is_sglang else call.path.startswith("/v1")
 
     def refusal(self, error: BadRequest) -> Answer:
-        """Return the answer that says why a request is refused, in the form of the release."""
+        """Return the answer with the reason of a rejection, in the form of the release."""
         fields: dict[str, Any] = {
             "message": error.message,
             "type": error.kind,
@@ -276,7 +276,7 @@ class Face:
         return self._adapters_changed(f"Success: LoRA adapter '{name}' removed successfully.")
 
     def _check_dp(self) -> None:
-        """Raise where SGLang has several ranks: in its words, of which its client sees an error 500 alone."""
+        """Raise SGLang's error if it has several ranks; a client of SGLang only sees status 500."""
         if self._is_sglang and self.model.ranks > 1:
             raise BadRequest("dp_size must be 1 for dynamic lora loading")
 
@@ -288,7 +288,7 @@ class Face:
         return Answer(200, message.encode(), PLAIN)
 
     def _adapters_refused(self, error: BadRequest, loaded: Mapping[str, str] | None) -> Answer:
-        """What a change of adapters is refused with: in SGLang the form of its success, with what is loaded, or not."""
+        """Return the answer to a rejected change of adapters; SGLang's has the form of a success, with `loaded`."""
         if not self._is_sglang:
             return self.refusal(error)
         refused = {"success": False, "error_message": error.message, "loaded_adapters": loaded}
@@ -330,7 +330,7 @@ class Face:
         return Answer(200, to_json({"is_sleeping": self._engine.pauses.sleeps is not None}))
 
     def _abort_request(self, call: Call) -> Answer:
-        """SGLang's: by the beginning of a request's id, or all."""
+        """SGLang's abort, of requests whose id begins with `rid`, or of all."""
         body = checks.body_of(call.headers.get("content-type", JSON), call.body)
         rid, every = checks.text(body, "rid") or "", checks.boolean(body, "abort_all")
         if rid or every:
@@ -368,7 +368,7 @@ class Face:
         return Answer(400, (reason or "Flush cache failed.\n").encode(), PLAIN)
 
     def _kv_cache_events(self, _: Call) -> Answer:
-        """TensorRT-LLM's: what has come out since it was asked last."""
+        """TensorRT-LLM's poll: the events since the last poll."""
         return Answer(200, to_json(self._engine.take_events()))
 
     def _trtllm_info(self, _: Call) -> Answer:
@@ -486,7 +486,7 @@ class Face:
         return out
 
     def _hand_overs(self, body: Mapping[str, Any], prompts: int) -> tuple[Mapping[str, Any] | None, ...]:
-        """Return what the legs of a request came with, of each prompt; empty: the engine is in no P/D pair."""
+        """Return the hand-over parameters of each prompt's leg; empty if the engine is in no P/D pair."""
         if self.model.role is None:
             return ()
         if self._is_sglang:
@@ -505,7 +505,7 @@ class Face:
             self._check_output(asked)
         prompt = text.chat_text(messages, generates=bool(body.get("add_generation_prompt", True)))
         tokens = self._tokens(prompt, asked or 0)
-        if asked is None:  # all that is left
+        if asked is None:  # as many tokens as fit
             asked = self.model.max_model_len - len(tokens)
             self._check_length(len(tokens), max(1, asked))
         out.max_tokens = asked
@@ -514,7 +514,7 @@ class Face:
         return out
 
     def _common(self, call: Call, body: Mapping[str, Any], api: str) -> Generate:
-        """Return what requests of both APIs have, in the order in which vLLM checks it."""
+        """Return the fields that requests of both APIs share, checked in vLLM's order."""
         stream = checks.boolean(body, "stream")
         options = checks.mapping(body, "stream_options")
         checks.text(body, "model")
@@ -558,9 +558,10 @@ class Face:
         )
 
     def _rank(self, call: Call, body: Mapping[str, Any]) -> int | None:
-        """Return the rank that a request names, by its place behind this port; None: it names none.
+        """Return the rank that a request names, by its position behind this port; None if it names no rank.
 
-        A header goes before a body. vLLM ignores one that is no integer, and picks a rank (`_get_data_parallel_rank`).
+        A header overrides the body. vLLM ignores a header that is no integer, and picks a rank
+        (`_get_data_parallel_rank`).
         """
         names = ("routed_dp_rank", "data_parallel_rank") if self._is_sglang else ("data_parallel_rank",)
         asked = next((body[name] for name in names if body.get(name) is not None), None)
@@ -573,7 +574,7 @@ class Face:
         """Return the adapter that a request names as its model.
 
         Raises:
-            BadRequest: there is no such model; SGLang takes any.
+            BadRequest: an unknown model; SGLang accepts any name.
         """
         name = checks.text(body, "model")
         if name in self.adapters.names:
@@ -607,12 +608,12 @@ class Face:
         if isinstance(prompt, str):
             if not self._is_sglang:
                 checks.check_text_length(prompt, output, self.model.max_model_len)
-            elif len(prompt) >= self.model.max_model_len:  # of tokens it has no fewer: none is made of it
+            elif len(prompt) >= self.model.max_model_len:  # too long in any case, so it is not tokenized
                 self._check_length(len(prompt.encode(errors="replace")), output)
             tokens = text.encode(prompt)
             self._check_length(len(tokens), output)
         else:
-            self._check_length(len(prompt), output)  # first: one that is too long is not looked through
+            self._check_length(len(prompt), output)  # first, so that a prompt that is too long is not scanned
             tokens = tuple(prompt)
             if max(tokens, default=0) >= 2**32:
                 raise BadRequest(f"Token id {max(tokens)} is out of vocabulary", "prompt")
@@ -643,7 +644,7 @@ class Face:
         }
 
     def _generate(self, call: Call) -> Generate:
-        """SGLang's own API."""
+        """Handle SGLang's native API."""
         body = checks.body_of(call.headers.get("content-type", JSON), call.body)
         options = checks.mapping(body, "sampling_params")
         asked = checks.integer(options, "max_new_tokens", _SGLANG_OUTPUT)
@@ -686,7 +687,7 @@ def _given(body: Mapping[str, Any], name: str) -> str:
     """Return a text that a body must have.
 
     Raises:
-        BadRequest: it has none.
+        BadRequest: the body does not have it.
     """
     found = checks.text(body, name)
     if found is None:
@@ -701,10 +702,10 @@ def _flag(call: Call, name: str, default: str = "false") -> bool:
 
 
 def _chosen(value: object, name: str, allowed: tuple[str, ...]) -> str:
-    """Return a value that is one of those that are allowed.
+    """Return `value` if it is allowed.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: it is not.
     """
     if isinstance(value, str) and value in allowed:
         return value

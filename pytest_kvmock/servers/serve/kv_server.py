@@ -1,9 +1,9 @@
 """Mock engines behind sockets: requests over HTTP, KV events over ZMQ, for a router process in any language.
 
-One subject: the workers of a harness, each behind its ports, and what a test asks of them. Theory of operation. A
-thread of its own runs one event loop; in it each rank runs passes (`engine_loop`), and each worker listens
-(`worker_port`). This is the only room with a wall clock. The harness stays the test's own: ledger, verdict, captures
-and faults work as they do without sockets.
+One subject: the workers of a harness behind ports, and their control by a test. Theory of operation. A separate thread
+runs one event loop. In it each rank runs passes (`engine_loop`), and each worker listens (`worker_port`). Only this
+package uses a wall clock. The harness still belongs to the test: ledger, verdict, captures and faults work as without
+sockets.
 """
 
 from __future__ import annotations
@@ -60,79 +60,81 @@ if TYPE_CHECKING:
 MODEL: Final = "mock-model"
 
 PORTS: Final = ("http", "events", "replay", "control", "loads", "master")
-"""What a server listens to, each by its port."""
+"""The keys of `ports`."""
 
 NETWORK: Final = ("host", "advertise_host", "token", "allowed_hosts")
-"""What is said of who reaches a server."""
+"""The keys of `network`."""
 
 TOKEN_BYTES: Final = 32
-"""Random bytes of a token that is made."""
+"""Number of random bytes of a generated token."""
 
 _IN_TOPICS: Final = ("host", "port", "model")
 
 _TURN_S: Final = 0.05
-"""How often an idle loop of SGLang turns here, in seconds; one that is stuck turns so there."""
+"""Seconds between two turns of an idle loop of SGLang in this mock; in SGLang a stuck loop turns at this rate."""
 
 _FORGET_EVERY: Final = 256
-"""How many requests come, at least, before what is remembered no more is dropped: that costs a look at all that is
-held."""
+"""Minimum number of requests between two drops of old history, as each drop scans all held blocks."""
 
 
 class KvServer(Controls, RouterChecks):
-    """The workers of a harness behind sockets. It is a context manager; while it serves, it alone drives the engines.
+    """The workers of a harness behind sockets. It is a context manager; while it serves, only it drives the engines.
 
-    Each worker has an HTTP port with the API of the dialect's engine, and each of its ranks an endpoint for KV events
-    and one for replays. One batch of events is one forward pass, and it is on the wire before the first token of it.
+    Each worker has an HTTP port with the API of the dialect's engine; each rank has an endpoint for KV events and one
+    for replays. One batch of events is one forward pass, and it is on the wire before the pass's first token.
 
     Args:
-        harness: whose workers; its backend must be one of the dialect's engine. None: it makes one, by `roles`.
-        dialect: what is spoken: it chooses API, names of metrics and the form of events.
-        roles: its workers by what they are for in P/D pairs, such as `{"prefill": 2, "decode": 2}`, as `RouterHarness`
-            takes them, of the dialect's engine; a harness that is given has its own.
-        stores: the stores that the workers of the harness which it makes share, as `RouterHarness` takes them.
+        harness: the harness with the workers; its backend must be one of the dialect's engine. None: the server makes
+            one from `roles` or `stores`.
+        dialect: the dialect, which sets API, names of metrics and the form of events.
+        roles: the workers of each role in P/D pairs, such as `{"prefill": 2, "decode": 2}`, as for `RouterHarness`;
+            only without `harness`.
+        stores: the stores that workers share, as for `RouterHarness`; only without `harness`.
         model: the name of the model.
-        adapters: names of LoRA adapters, which are models to a client.
-        max_model_len: the most tokens that prompt and output have together, at most what the blocks hold; None: that.
-        max_queued: how many requests of a worker wait at most, before it answers that it is busy; None: any number.
-        time_scale: how long a pass takes by the wall, as a share of its virtual time; 0: none. (Measured: within 1 % at
-            1.0, some 10 % off at 0.1, meaningless at 0.01.)
-        network: who reaches it, by name. "host" is the address that engines, events, replays and the control API are
-            bound to (by default "127.0.0.1"; "0.0.0.0" is every address of this machine); "advertise_host" the name by
-            which others come there, that of URLs, topics and endpoints (the address itself); "token" what clients of
-            the control API must show, as `Authorization: Bearer TOKEN` (beyond the loopback one is made);
-            "allowed_hosts" further names that such a client may have as Host, in a list.
-        api_key: what clients of engines must show, as they do with the engine's own option; None: nothing.
-        ports: where it listens, by name; 0: the system picks. "http" is the port of the first worker, and those after
-            it have the next ones; "events" and "replay" also, with a port a rank; "control" is that of the control
-            API, which is there where it is named, and so are "loads", the load stream of SGLang, with a port a
-            rank, and "master", the stream of the master of a store of kind "hicache".
-        http: how ranks share HTTP ports, as `HTTP_FORMS` has it: "worker", one port for all ranks of a worker; "rank",
-            a port a rank; "node", two ports a worker, behind which ranks are numbered from 0. Events and metrics have
-            the number in the whole worker in each form.
-        topic: of events; `{host}` (as advertised), `{port}` (of HTTP, the first) and `{model}` are filled in:
-            "kv@{host}:{port}@{model}".
-        log: how many requests are remembered; None: all. With a number memory stays flat: of what came before, the
-            verdict is kept, but its story and its reproduction are not (`Inside.forget_history`).
-        keep_bodies: whether the body of each request is remembered with it (`ServedRequest.body`).
-        timestamp: returns the timestamp of a batch, in seconds, as `KvPublisher` takes it; None: how many there were
-            before.
-        seed: of what is generated.
+        adapters: names of LoRA adapters, which clients use as models.
+        max_model_len: maximum number of tokens of prompt and output together, at most what the blocks hold (the
+            default).
+        max_queued: maximum number of waiting requests of a worker; beyond it the worker answers that it is busy. None:
+            no limit.
+        time_scale: the time of a pass on the wall clock, as a share of its virtual time; 0: none. (Measured: within 1 %
+            at 1.0, about 10 % off at 0.1, meaningless at 0.01.)
+        network: how others reach the server, by key. "host": the address that engines, events, replays and the control
+            API are bound to (default: "127.0.0.1"; "0.0.0.0": every address of this machine). "advertise_host": the
+            name or address in URLs, topics and endpoints (default: the address itself). "token": the token that clients
+            of the control API must send as `Authorization: Bearer TOKEN` (beyond the loopback one is generated).
+            "allowed_hosts": a list of further names that such a client may send as Host.
+        api_key: the key that clients of engines must send, like the engine's own option; None: no key.
+        ports: the ports, by key; 0: the system picks one. "http": the port of the first worker; further workers have
+            the next ports. "events" and "replay": the same, with one port per rank. Three ports exist only if they are
+            named: "control", the control API; "loads", SGLang's load stream, with one port per rank; "master", the
+            stream of the master of a store of kind "hicache".
+        http: how ranks share HTTP ports, one of `HTTP_FORMS`: "worker", one port for all ranks of a worker; "rank", one
+            port per rank; "node", two ports per worker, with ranks numbered from 0 behind each. Events and metrics
+            always have the number of the rank in the worker.
+        topic: the topic of events, such as "kv@{host}:{port}@{model}"; `{host}` (as advertised), `{port}` (the first
+            HTTP port) and `{model}` are filled in.
+        log: number of requests that are kept; None: all. With a number, memory use stays constant: the verdict on
+            earlier requests is kept, but not their stories, and they cannot be reproduced (`Inside.forget_history`).
+        keep_bodies: whether the body of each request is kept (`ServedRequest.body`).
+        timestamp: returns the timestamp of a batch, in seconds, as for `KvPublisher`; None: the number of earlier
+            batches.
+        seed: seed of generated tokens.
 
     Raises:
-        ValueError: a dialect without an engine, no address or name, a number out of range, or a harness of another
-            engine.
-        EndpointError: an address that this machine has not, a port that is taken, or more workers than the process has
-            descriptors for; nothing is left open.
+        ValueError: a dialect without an engine, an invalid address or name, a number out of range, or a harness of
+            another engine.
+        EndpointError: an address that this machine does not have, a port that is taken, or more workers than the
+            process has descriptors for; nothing is left open.
         ImportError: aiohttp, msgspec or pyzmq is not installed (extra `serve`).
 
     Attributes:
-        harness: as above.
-        dialect: as above.
+        harness: the harness with the workers.
+        dialect: the dialect.
         model: the name of the model.
-        token: as above, or the one that was made; None: the control API asks for none.
+        token: the given or generated token; None: the control API needs no token.
         log: the requests.
-        truth: what the engines hold, and what `check` found to differ (`truth.differences`).
-        inside: what is for the control API, the command and the plugin.
+        truth: the blocks that the engines hold, and the differences that `check` found (`truth.differences`).
+        inside: the interface for the control API, the command and the plugin.
     """
 
     def __init__(
@@ -233,7 +235,7 @@ class KvServer(Controls, RouterChecks):
         check_ports(first_ports | {"loads": load_port or 0, "master": master_port or 0}, counts)
         check_descriptors(len(ids), ranks, len(behind))
         room = profile.num_blocks * profile.block_size
-        if release.is_sglang:  # a request must leave room there, and its prompt counts as whole pages
+        if release.is_sglang:  # in SGLang a request must leave room, and its prompt counts as full pages
             room -= profile.block_size
         if max_model_len is not None and max_model_len > room:
             less = " without one page" if release.is_sglang else ""
@@ -245,7 +247,7 @@ class KvServer(Controls, RouterChecks):
         self._described = Model(
             model,
             release,
-            int(profile.block_size),  # one that was not given is a number of its own kind
+            int(profile.block_size),  # the default is a subclass of int
             room if max_model_len is None else max_model_len,
             tuple(adapters),
             ranks,
@@ -345,7 +347,7 @@ class KvServer(Controls, RouterChecks):
         return f"<KvServer {self.dialect.name} at {shown}>"
 
     def _described_of(self, worker: int, ranks: range) -> Model:
-        """What a port of a worker serves, with these ranks: of a P/D pair by its role, whose sizes may be its own."""
+        """Return the model of a worker's port with these ranks; a role in a P/D pair may have different sizes."""
         own = self.harness.worker(worker)
         role, described = getattr(own, "role", None), self._described
         if len(ranks) < described.ranks:
@@ -378,27 +380,27 @@ class KvServer(Controls, RouterChecks):
         return engine
 
     def _publisher(self, worker: int, **options: Any) -> KvPublisher:
-        """Make the publisher of a worker, given the options of `KvPublisher`."""
+        """Make the publisher of a worker, with options of `KvPublisher`."""
         ranks = self.harness.profile.dp_size
         publisher = KvPublisher(self.dialect, ranks=ranks, digests=self._digests(worker), **options)
         self.harness.add_sink(publisher, worker_id=worker)
         return publisher
 
     def _polled(self, worker: int, **_: object) -> KvPublisher:
-        """Make what a worker keeps its events in until somebody polls them."""
+        """Make the buffer that keeps the events of a worker until they are polled."""
         most = getattr(self.harness.worker(worker).manager, "event_buffer", None)
         publisher = cast("KvPublisher", PolledEvents(self.dialect, ranks=self.harness.profile.dp_size, most=most))
-        for entry in self.harness.events:  # no request has asked for these yet
+        for entry in self.harness.events:  # published before the buffer existed
             if entry.event.worker_id == worker:
                 publisher.publish(entry.event)
         self.harness.add_sink(publisher, worker_id=worker)
         return publisher
 
     def _load_sender(self, publisher: KvPublisher, network: Network, port: int) -> LoadSender:
-        """What sends the loads of a worker, at ports that are none of those of its events.
+        """Return the sender of a worker's loads, at ports other than those of its events.
 
         Raises:
-            ValueError: they overlap, as SGLang refuses it.
+            ValueError: the ports overlap, which SGLang rejects.
         """
         kv, replay = publisher.endpoint, publisher.replay_endpoint
         if port:
@@ -414,7 +416,7 @@ class KvServer(Controls, RouterChecks):
     # ------------------------------------------------------------------------------------------------- the thread
 
     async def _turn(self) -> None:
-        """Let engines without a pass turn their loops, for ever: they say their loads."""
+        """Turn the loops of idle engines, without end, so that they publish their loads."""
         while True:
             for port in self.inside.ports.values():
                 port.turn()
@@ -446,7 +448,7 @@ class KvServer(Controls, RouterChecks):
             await self.inside.pairs.stop()
 
     def close(self) -> None:
-        """Abort what is open, close all sockets, and end the thread. Twice is no error."""
+        """Abort open requests, close all sockets, and end the thread. A second call does nothing."""
         if self.inside.closed:
             return
         self.inside.closed = True
@@ -477,33 +479,33 @@ class KvServer(Controls, RouterChecks):
 
     @property
     def urls(self) -> list[str]:
-        """Where each worker listens, at each of its ports: http://HOST:PORT, as others are given it."""
+        """The advertised URLs of all workers, one for each port: http://HOST:PORT."""
         return [port.url for worker in self.inside.ports.values() for port in worker.ports]
 
     @property
     def pairs(self) -> ServedPairs | None:
-        """Of engines with roles: their transfers, leases and rooms; None: they are in no P/D pairs."""
+        """The transfers, leases and rooms of engines with roles; None if they are in no P/D pairs."""
         return self.inside.pairs
 
     @property
     def control_url(self) -> str | None:
-        """Where the control API listens; None: nowhere."""
+        """The URL of the control API; None if there is none."""
         return self.inside.control_url
 
     def url(self, worker: int = 0, rank: int = 0) -> str:
-        """Where a worker listens, at the port that a rank stands behind.
+        """Return the URL of a worker's port that serves a rank.
 
         Raises:
-            ValueError: there is no such worker, or no such rank of it.
+            ValueError: an unknown worker or rank.
         """
         return self.inside.port(worker).port_of(rank).url
 
     def publisher(self, worker: int = 0) -> KvPublisher:
-        """The publisher of a worker: its endpoints, its faults, who subscribed; of one that is polled, a
+        """Return the publisher of a worker, with its endpoints, faults and subscribers; for polled events, a
         `PolledEvents`.
 
         Raises:
-            ValueError: there is no such worker.
+            ValueError: an unknown worker.
         """
         return self.inside.port(worker).publisher
 
@@ -519,7 +521,7 @@ class KvServer(Controls, RouterChecks):
     # ------------------------------------------------------------------------------------------------ what came in
 
     def _note(self, worker: int, rank: int, call: Call, prompt: Prompt) -> ServedRequest:
-        """Note a prompt that came in, and what every worker holds of it."""
+        """Record an incoming prompt, and how much of it each worker holds."""
         size = self._described.block_size
         row = ServedRequest(
             self.log.total,
@@ -538,7 +540,7 @@ class KvServer(Controls, RouterChecks):
         return row
 
     def _forget(self) -> None:
-        """Drop what happened before the requests that are remembered, so that memory does not grow for ever."""
+        """Drop the history before the kept requests, so that memory use does not grow."""
         self.harness.inside.forget_history(events=len(self.log.rows))
         for port in self.inside.ports.values():
             for loop in port.loops:
@@ -547,16 +549,16 @@ class KvServer(Controls, RouterChecks):
 
     @property
     def requests(self) -> list[ServedRequest]:
-        """The requests that are remembered, in the order in which they came."""
+        """The kept requests, in order of arrival."""
         return list(self.log.rows)
 
     @property
     def routing(self) -> Routing:
-        """What the routing of these was worth: hit ratio, share of the best held, balance, and assertions."""
+        """The quality of the routing of the kept requests: hit ratio, share of the best held, balance, assertions."""
         return Routing(self.log.rows, self.inside.ports, self._described.block_size)
 
     def text(self, blocks: int = 4, after: str = "") -> str:
-        """Return a text of `blocks` blocks that no other text of this server begins with, after another one.
+        """Return the text `after`, followed by `blocks` blocks of random text that no other text of this server has.
 
         Raises:
             ValueError: `blocks` is no integer of at least 0, or the text would have more than 2^22 tokens.
@@ -576,11 +578,11 @@ class KvServer(Controls, RouterChecks):
     def use(self, harness: RouterHarness) -> None:
         """Put the engines of another harness behind the same sockets, for a router that lives longer than a test.
 
-        Open requests are aborted. Then one batch of Removed a rank goes on the wire, children first and each copy, for
-        what the last engines held; it is in no ledger. Numbers of batches go on.
+        Open requests are aborted. Then each rank sends one batch of Removed, children first and every copy, for the
+        blocks that the previous engines held; no ledger gets it. Batch numbers continue.
 
         Raises:
-            ValueError: it has other workers, ranks or sizes.
+            ValueError: the harness has other workers, ranks, sizes or roles.
         """
         self.inside.check_open()
         old = self.harness
@@ -604,8 +606,8 @@ class KvServer(Controls, RouterChecks):
         async def exchange() -> None:
             for port in self.inside.ports.values():
                 port.cut_off("the test ended")
-                # What the engines publish as they are let go, of a pass that is under way too, is on the wire like all
-                # before: what is taken back then is what subscribers hold.
+                # Events that the engines publish while they close, also those of a pass under way, are still sent. So
+                # the Removed that follow match the blocks that subscribers hold.
                 with port.publisher.step(), old.publisher.lock:
                     for loop in port.loops:
                         loop.let_go()
@@ -629,13 +631,13 @@ class KvServer(Controls, RouterChecks):
 
 
 def _harness_of(dialect: Dialect, roles: Mapping[str, Any] | None, stores: Mapping[str, Any] | None) -> RouterHarness:
-    """Make a harness of workers with roles, or over stores, of a dialect's engine."""
-    from pytest_kvmock.harness import RouterHarness  # it may be without servers
+    """Make a harness of a dialect's engine, with roles or with stores."""
+    from pytest_kvmock.harness import RouterHarness  # imported on first use
 
     backend = speaker_of(dialect)
     roles, profile = roles_by_dialect(dialect, roles), EngineProfile()
     if stores is not None:
-        from pytest_kvmock.engines.shared import tiers_of  # for those who have stores
+        from pytest_kvmock.engines.shared import tiers_of  # imported on first use
         from pytest_kvmock.values.shared_stores import read_stores
 
         shared = read_stores(stores).values()
@@ -645,10 +647,10 @@ def _harness_of(dialect: Dialect, roles: Mapping[str, Any] | None, stores: Mappi
 
 
 def _check_ranks(harness: RouterHarness, workers: Iterable[int], ranks: int) -> None:
-    """Refuse roles of which one has fewer ranks a worker.
+    """Check that the workers of all roles have the same number of ranks.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a worker has fewer ranks.
     """
     made = Counter(each.worker_id for each in harness.workers.values())
     for worker in workers:
@@ -660,12 +662,12 @@ def _check_ranks(harness: RouterHarness, workers: Iterable[int], ranks: int) -> 
 
 
 def _roles_in(harness: RouterHarness, workers: Iterable[int]) -> dict[int, Role | None]:
-    """The roles of workers in P/D pairs; None: one is in none."""
+    """Return the role of each worker in P/D pairs; None for a worker without a role."""
     return {worker: getattr(harness.worker(worker), "role", None) for worker in workers}
 
 
 def roles_by_dialect(dialect: Dialect, roles: Any) -> Any:
-    """Roles as `RouterHarness` takes them, where those of SGLang's engines hand over in its rooms."""
+    """Return roles as for `RouterHarness`; by default those of SGLang's engines hand over in rooms."""
     release = release_of(dialect.models, dialect.backend)
     if release is None or not release.is_sglang or not isinstance(roles, Mapping):
         return roles
@@ -674,7 +676,7 @@ def roles_by_dialect(dialect: Dialect, roles: Any) -> Any:
 
 
 def _check_models(model: object, adapters: Sequence[object]) -> None:
-    """Raise unless a client can tell the models apart: the model and its adapters."""
+    """Check that the names of the model and its adapters are valid and different."""
     if isinstance(adapters, str):
         raise TypeError(f"KvServer: adapters must be a list of names, got {adapters!r:.80}")
     for what, name in (("model", model), *(("each of adapters", each) for each in adapters)):
@@ -688,16 +690,16 @@ def _check_models(model: object, adapters: Sequence[object]) -> None:
 
 
 def _page_of(manager: object) -> int | None:
-    """Tokens a page of an engine whose blocks have several (vLLM's context parallelism); None: a block is a page."""
+    """Return the tokens per page if blocks have several pages (vLLM's context parallelism); None: a block is a page."""
     page: int | None = getattr(manager, "page_size", None)
     return page if getattr(manager, "dcp", 1) > 1 else None
 
 
 def _check_topic(topic: object) -> None:
-    """Raise unless names alone are filled into a topic: a format could make it as long as memory."""
+    """Check that a topic only has plain names to fill in, as a format could make it arbitrarily long."""
     try:
         parts = list(Formatter().parse(topic)) if isinstance(topic, str) else None
-    except ValueError:  # a brace alone
+    except ValueError:  # a single brace
         parts = None
     if parts is None or any(
         field is not None and (field not in _IN_TOPICS or form or conversion) for _, field, form, conversion in parts
@@ -709,12 +711,12 @@ def _check_topic(topic: object) -> None:
 
 
 def _master_of(harness: RouterHarness, endpoint: str) -> MasterPublisher:
-    """Bind the stream of the master that the harness has.
+    """Bind the stream of the harness's master.
 
     Raises:
-        ValueError: it has none, or several.
+        ValueError: the harness has no master, or several.
     """
-    from pytest_kvmock.wire.sockets.master_sockets import MasterPublisher  # for those who have a master
+    from pytest_kvmock.wire.sockets.master_sockets import MasterPublisher  # imported on first use
 
     shared = harness.inside.reference.stores
     found = [name for name, each in shared.items() if each.kind == "hicache"]

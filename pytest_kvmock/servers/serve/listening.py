@@ -1,4 +1,4 @@
-"""How a port of a server listens, and ends that; and how many descriptors that takes."""
+"""How a port of a server starts and stops listening, and how many file descriptors it needs."""
 
 from __future__ import annotations
 
@@ -13,18 +13,17 @@ from aiohttp import web
 from pytest_kvmock.wire.sockets.endpoints import EndpointError
 
 MOST_BODY: Final = 2**26
-"""Bytes of a body, at most."""
+"""Maximum number of bytes of a body."""
 
 WORKER_DESCRIPTORS: Final = 8
 RANK_DESCRIPTORS: Final = 4
-"""Descriptors that a worker has open, and those of each of its ranks in addition: sockets, and what ZMQ's threads wait
-with."""
+"""File descriptors that a worker needs, and further ones for each rank: sockets, and those of ZMQ's threads."""
 SPARE_DESCRIPTORS: Final = 32
 """Descriptors for the loop, the control API and the first connections."""
 
 SILENT: Final = logging.getLogger("pytest_kvmock.servers.silent")
-"""Where aiohttp says what it found wrong with a client's bytes, as with a probe of HTTP/2: it is not shown."""
-SILENT.disabled = True  # pytest's capture of logs hears loggers that do not propagate, too
+"""A logger that hides aiohttp's messages about invalid bytes of clients, such as a probe of HTTP/2."""
+SILENT.disabled = True  # pytest's log capture also gets loggers that do not propagate
 
 
 def large_request(message: Any, payload: Any, protocol: Any, writer: Any, task: Any) -> web.BaseRequest:
@@ -34,19 +33,19 @@ def large_request(message: Any, payload: Any, protocol: Any, writer: Any, task: 
 
 
 def cut_all(server: web.Server | None) -> None:
-    """Cut all connections of a server, as a process that dies does; None: there is none."""
+    """Cut all connections of a server, as if its process died; None: there is no server."""
     for handler in list(server.connections) if server is not None else ():
         if handler.transport is not None:
             handler.transport.abort()
 
 
 async def end_listening(runner: web.ServerRunner, server: web.Server, listening: socket.socket | None) -> None:
-    """Listen no more, and cut all connections.
+    """Stop listening, and cut all connections.
 
     Args:
-        runner: what listens.
-        server: whose connections.
-        listening: where; None: nowhere any more.
+        runner: the runner of the server.
+        server: the server with the connections.
+        listening: its socket; None if it has already stopped listening.
     """
     if listening is not None:
         await _accepted(listening)
@@ -55,28 +54,28 @@ async def end_listening(runner: web.ServerRunner, server: web.Server, listening:
 
 
 async def listen_no_more(runner: web.ServerRunner, listening: socket.socket) -> None:
-    """Listen no more; connections stay."""
+    """Stop listening; connections stay open."""
     await _accepted(listening)
     for site in list(runner.sites):
         await site.stop()
 
 
 async def _accepted(listening: socket.socket) -> None:
-    """Accept no more, and wait until the server knows each connection that was accepted.
+    """Accept no more connections, and wait until the server has registered the accepted ones.
 
-    asyncio, closed meanwhile, would leave one open and its client waiting (CPython's issue 109564).
+    If asyncio were closed earlier, it would leave such a connection open and its client waiting (CPython issue 109564).
     """
     asyncio.get_running_loop().remove_reader(listening.fileno())
-    for _ in range(3):  # steps of the loop from a connection that was accepted to one that the server knows
+    for _ in range(3):  # steps of the loop between accepting and registering a connection
         await asyncio.sleep(0)
 
 
 def check_descriptors(workers: int, ranks: int, ports: int) -> None:
-    """Raise where a process cannot open what workers need, each with these ranks and HTTP ports: without an eventfd,
-    ZMQ would end it.
+    """Check that the process can open all descriptors of the workers, each with these ranks and HTTP ports. ZMQ would
+    end the process if it could not open an eventfd.
 
     Raises:
-        EndpointError: the message says how many there are.
+        EndpointError: there are too few; the message has the numbers.
     """
     needed = SPARE_DESCRIPTORS + workers * (WORKER_DESCRIPTORS + ports - 1 + ranks * RANK_DESCRIPTORS)
     opened: list[int] = []

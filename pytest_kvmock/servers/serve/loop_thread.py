@@ -1,5 +1,5 @@
-"""An event loop in a thread of its own, in which the thread of a test has things done; what goes wrong in it is a
-line of standard error.
+"""An event loop in a separate thread, for calls from the thread of a test; its errors are printed as lines of standard
+error.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 WAIT_S: Final = 5.0
-"""How long something is waited for, in seconds, where nothing else is said."""
+"""Default time limit of waits, in seconds."""
 
 _T = TypeVar("_T")
 
@@ -23,7 +23,7 @@ class LoopThread:
     """A thread with an event loop.
 
     Args:
-        name: of the thread.
+        name: the name of the thread.
 
     Attributes:
         loop: the loop.
@@ -47,8 +47,8 @@ class LoopThread:
         self.loop.run_forever()
 
     def _failed(self, _loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-        """Print an error that is reported nowhere else, as one line; that descriptors are used up once, as it is met at
-        each try.
+        """Print an error that is reported nowhere else, as one line. A lack of descriptors is printed only once, as it
+        occurs at each attempt.
         """
         error = context.get("exception")
         if not isinstance(error, OSError) or error.errno not in (errno.EMFILE, errno.ENFILE):
@@ -58,12 +58,12 @@ class LoopThread:
             print_error("all descriptors are in use; a connection waits until one is free (ulimit -n)")
 
     def call(self, coroutine: Coroutine[Any, Any, _T]) -> _T:
-        """Run something in the loop, and wait for it.
+        """Run a coroutine in the loop, and wait for its result.
 
         Raises:
-            RuntimeError: it is called in the loop itself, where it would wait for ever.
+            RuntimeError: called in the loop's own thread, where it would wait for ever.
             ValueError: the thread has ended, or ends meanwhile.
-            Exception: whatever that raises.
+            Exception: whatever the coroutine raises.
         """
         with self._ending:
             thread = self._thread
@@ -79,8 +79,8 @@ class LoopThread:
             raise ValueError(f"this {self._name} was closed meanwhile") from None
 
     def end(self) -> None:
-        """End the loop, and wait for the thread; who waits for something there waits no longer. Twice is no error."""
-        with self._ending:  # what was given to the loop before is there when it stops
+        """End the loop, and wait for the thread; pending calls are cancelled. A second call does nothing."""
+        with self._ending:  # calls from before are already in the loop when it stops
             thread, self._thread = self._thread, None
         if thread is not None:
             self.loop.call_soon_threadsafe(self.loop.stop)
@@ -93,14 +93,14 @@ class LoopThread:
 
 
 def print_error(text: str, who: str = "KvServer") -> None:
-    """Print what went wrong as one line of standard error, where there is one."""
-    with suppress(OSError, ValueError, AttributeError):  # it is closed, or not read
+    """Print an error as one line of standard error, if that is open."""
+    with suppress(OSError, ValueError, AttributeError):  # standard error is closed, missing or not read
         sys.stderr.write(f"{who}: {text}\n")
         sys.stderr.flush()
 
 
 async def _cancel_all() -> None:
-    """End all other tasks of the loop that runs."""
+    """Cancel all other tasks of the running loop, and wait for their end."""
     tasks = asyncio.all_tasks() - {asyncio.current_task()}
     for task in tasks:
         task.cancel()

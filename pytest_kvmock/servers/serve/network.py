@@ -1,8 +1,8 @@
-"""Where a server listens and what others call it, which ranks stand behind which of its ports, and who may use its
-control API.
+"""The addresses that a server binds and advertises, the ranks behind each of its ports, and the access to its control
+API.
 
-An address beyond the loopback is bound on request alone. A page in a browser reaches any port of the machine that it
-runs on, so what it sends is told apart from what a test sends: it has an Origin, or the name of its own site as Host.
+An address beyond the loopback is only bound on request. A page in a browser can reach any port of its machine, so its
+requests must be distinguished from those of a test: they have an Origin, or the name of the page's site as Host.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 LOOPBACK: Final = "127.0.0.1"
 
 HTTP_FORMS: Final = ("worker", "rank", "node")
-"""How ranks share HTTP ports, as vLLM's modes of load balancing do (`entrypoints/cli/serve.py` of 0.33.0).
+"""How ranks share HTTP ports, like vLLM's modes of load balancing (`entrypoints/cli/serve.py` of 0.33.0).
 
-"worker" is internal: one port has all ranks of a worker. "rank" is external: each has a server of its own. "node" is
-hybrid: each node has a port, behind which its ranks are numbered from 0; a worker has two nodes.
+"worker" is vLLM's internal mode: one port for all ranks of a worker. "rank" is external: one server per rank. "node" is
+hybrid: one port per node, with ranks numbered from 0 behind it; a worker has two nodes.
 """
 
 _NODES: Final = 2
@@ -36,17 +36,17 @@ _PORTS: Final = 2**16
 _NAMES: Final = {"sglang": "SGLang's engines", "trtllm": "TensorRT-LLM's engines"}
 
 _NAME: Final = re.compile(r"[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
-"""A name of a host; those of compose have underscores."""
+"""A valid host name; names of Docker Compose services may have underscores."""
 _SECRET: Final = re.compile(r"[!-~]+")
 
 
 @dataclass(frozen=True, slots=True)
 class Network:
-    """Where a server listens, and what it is called by those who come there.
+    """The address that a server binds, and the name that clients use.
 
     Attributes:
-        host: the address that is bound.
-        advertised: the name or address that others are given.
+        host: the bound address.
+        advertised: the name or address for clients.
     """
 
     host: str = LOOPBACK
@@ -54,10 +54,10 @@ class Network:
 
     @classmethod
     def of(cls, host: str, advertise_host: str | None) -> Self:
-        """Return it as a user names it.
+        """Return the network of a user's arguments.
 
         Raises:
-            ValueError: no address; no name; or every address is bound, and none is named that clients could use.
+            ValueError: an invalid address or name; or every address is bound, but no name for clients is given.
         """
         bound = _address(LOOPBACK if host == "localhost" else host)
         if bound is None:
@@ -76,27 +76,27 @@ class Network:
 
     @property
     def is_loopback(self) -> bool:
-        """Whether it can be reached from this machine alone."""
+        """Whether it can only be reached from this machine."""
         return ip_address(self.host).is_loopback
 
     def url(self, port: int) -> str:
-        """Return the URL of a port, as others are given it."""
+        """Return the advertised URL of a port."""
         return f"http://{in_url(self.advertised)}:{port}"
 
     def bound_endpoint(self, port: int) -> str:
-        """Return the endpoint that a publisher binds; of port 0, one whose port the system picks."""
+        """Return the endpoint that a publisher binds; for port 0 the system picks the port."""
         return f"tcp://{in_url(self.host)}:{port or '*'}"
 
     def endpoint(self, bound: str) -> str:
-        """Return a bound endpoint of tcp as others are given it."""
+        """Return the advertised form of a bound endpoint; only tcp endpoints change."""
         return f"tcp://{in_url(self.advertised)}:{bound.rpartition(':')[2]}" if bound.startswith("tcp://") else bound
 
     def bound_socket(self, port: int) -> socket.socket:
-        """Return a socket that listens; of port 0, at one that the system picks.
+        """Return a listening socket; for port 0 the system picks the port.
 
         Raises:
-            EndpointError: the port is taken, or cannot be used, or the address is none of this machine; the message
-                names it.
+            EndpointError: the port is taken or cannot be used, or the address is not of this machine; the message names
+                it.
         """
         is_ipv6 = ":" in self.host
         try:
@@ -114,16 +114,16 @@ class Network:
 
 
 def ranks_of_ports(form: str, release: FaceRelease, ranks: int, *, has_roles: bool) -> list[range]:
-    """Return of each HTTP port of a worker the ranks behind it, by their numbers in the whole worker.
+    """Return the ranks behind each HTTP port of a worker, by their numbers in the worker.
 
     Args:
         form: one of `HTTP_FORMS`.
-        release: of the engine.
-        ranks: how many ranks a worker has.
+        release: the release of the engine.
+        ranks: number of ranks of a worker.
         has_roles: whether workers are in P/D pairs.
 
     Raises:
-        ValueError: an unknown form, or one that its engines do not have.
+        ValueError: an unknown form, or a form that the engine does not support.
     """
     if form not in HTTP_FORMS:
         raise ValueError(f"KvServer: http: {not_allowed_text(form, HTTP_FORMS)}")
@@ -135,14 +135,14 @@ def ranks_of_ports(form: str, release: FaceRelease, ranks: int, *, has_roles: bo
 
 
 def check_ports(ports: Mapping[str, int], counts: Mapping[str, int]) -> None:
-    """Raise unless ports in a row have room, and no two ranges overlap: engines that cannot bind do not start.
+    """Check that all ranges of ports are valid and do not overlap, as engines that cannot bind do not start.
 
     Args:
         ports: the first port of each range, by its name; 0: the system picks.
-        counts: how many ports each range has.
+        counts: the number of ports of each range.
 
     Raises:
-        ValueError: a first port that leaves no room, or ranges that overlap.
+        ValueError: a first port that leaves too little room, or ranges that overlap.
     """
     ranges: dict[str, range] = {}
     for name, first in ports.items():
@@ -165,13 +165,13 @@ class Guard:
     """Decides who may use a control API.
 
     Args:
-        network: where it listens.
-        token: what a client must show; None: nothing.
-        allowed_hosts: further names by which it is called.
+        network: the address of the control API.
+        token: the token that clients must send; None: no token.
+        allowed_hosts: further names that clients may send as Host.
 
     Raises:
-        ValueError: no name, or no token.
-        TypeError: one text in place of a list.
+        ValueError: an invalid name or token.
+        TypeError: a text instead of a list.
     """
 
     def __init__(self, network: Network, token: str | None = None, allowed_hosts: Sequence[str] = ()) -> None:
@@ -183,12 +183,12 @@ class Guard:
         self._token = None if token is None else check_secret("token", token)
 
     def foreign_text(self, hosts: Sequence[str], origins: Sequence[str], arrived_at: str) -> str | None:
-        """Return why a request may be one of a page in a browser; None: it is not.
+        """Return why a request may come from a page in a browser; None if it does not.
 
         Args:
-            hosts: each Host that it has; a client of HTTP/1.0 has none.
-            origins: each Origin.
-            arrived_at: the address of this machine at which it arrived.
+            hosts: all its Host headers; a client of HTTP/1.0 sends none.
+            origins: all its Origin headers.
+            arrived_at: the address of this machine where it arrived.
         """
         if origins:
             return f"Origin {origins[0]!r:.80} is of a page in a browser, which cannot use the control API"
@@ -203,22 +203,22 @@ class Guard:
         return None
 
     def admits(self, authorization: str) -> bool:
-        """Return whether a client shows the token, where there is one."""
+        """Return whether a client may use the API: it sent the token, or no token is needed."""
         return self._token is None or shows(authorization, self._token)
 
 
 def shows(authorization: str, secret: str) -> bool:
-    """Return whether the header Authorization has a secret as its bearer; that takes as long wherever they differ."""
+    """Return whether the header Authorization has a secret as its bearer token, compared in constant time."""
     scheme, _, shown = authorization.partition(" ")
     is_equal = secrets.compare_digest(shown.encode("utf-8", "surrogateescape"), secret.encode())
     return is_equal and scheme.lower() == "bearer"
 
 
 def check_secret(name: str, value: object) -> str:
-    """Return a token or key that a header can have.
+    """Return `value` if it is a token or key that a header can have.
 
     Raises:
-        ValueError: it is empty, or has what no header has; the message does not repeat it.
+        ValueError: it is empty or has invalid characters; the message does not show it.
     """
     if not isinstance(value, str) or not _SECRET.fullmatch(value):
         raise ValueError(f"KvServer: {name} must be a text of ASCII characters that can be seen, without spaces")
@@ -226,7 +226,7 @@ def check_secret(name: str, value: object) -> str:
 
 
 def in_url(host: str) -> str:
-    """Return a host as URLs and endpoints have it: an address of IPv6 in brackets."""
+    """Return a host in the form of URLs and endpoints: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host else host
 
 
@@ -249,6 +249,6 @@ def _check_name(what: str, name: object) -> str:
 
 
 def _name_of(host: str) -> str:
-    """Return the name in a Host, without the port, in lower case."""
+    """Return the name in a Host header, without the port, in lower case."""
     before, bracket, _ = host.lower().partition("]")
     return before.removeprefix("[") if bracket else before.partition(":")[0]

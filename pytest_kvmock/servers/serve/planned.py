@@ -1,5 +1,5 @@
-"""What a test has an engine do with the next requests in place of serving them: answer them with an error, or cut
-their connection; and with the next polls of its load, fail them.
+"""What an engine does with its next requests instead of serving them, as a test requests: answer with an error, cut the
+connection, or fail polls of its load.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from pytest_kvmock.values.checks import check_integer, is_integer
 
 LEAST_STATUS: Final = 400
 MOST_STATUS: Final = 599
-"""What a client is refused with; what an engine answers otherwise it answers by itself."""
+"""The range of planned statuses: only errors; an engine makes other answers itself."""
 
 _OF_THE_SERVER: Final = frozenset({"content-length", "transfer-encoding", "connection"})
-"""Headers that say how an answer is sent."""
+"""Headers that describe how an answer is sent."""
 
 _NAME: Final = frozenset("!#$%&'*+-.^_`|~0123456789abcdefghijklmnopqrstuvwxyz")
-"""Characters of the name of a header (RFC 9110, section 5.6.2)."""
+"""Valid characters of a header's name (RFC 9110, section 5.6.2)."""
 
 
 class PlannedAnswer(NamedTuple):
-    """An answer that was asked for.
+    """A planned answer.
 
     Attributes:
-        status: of the answer.
-        headers: in addition to those that an error has.
+        status: its status.
+        headers: headers in addition to those of an error.
     """
 
     status: int
@@ -36,30 +36,28 @@ class PlannedAnswer(NamedTuple):
 
     @property
     def error(self) -> BadRequest:
-        """The error that its body says, in words of HTTP."""
+        """The error of its body, with the phrase of HTTP."""
         try:
             phrase = HTTPStatus(self.status).phrase
-        except ValueError:  # one that no standard names
+        except ValueError:  # a status without a standard phrase
             phrase = f"Status {self.status}"
         return BadRequest(phrase, kind=phrase.replace(" ", ""), status=self.status)
 
 
 class PlannedAnswers:
-    """The answers and cuts that were asked for of one worker: each strikes the next request that comes, in the order
-    asked for.
-    """
+    """The planned answers and cuts of one worker. Each applies to the next request, in the order of planning."""
 
     def __init__(self) -> None:
-        self._answers: deque[list[Any]] = deque()  # each answer, and how often it is given still; None: always
+        self._answers: deque[list[Any]] = deque()  # each answer, and how often it remains to be given; None: always
         self._cuts: deque[int] = deque()
         self._polls: int | None = 0
 
     def plan_answer(self, status: int, headers: Mapping[str, str], times: int | None) -> None:
-        """Ask for an answer.
+        """Plan an answer.
 
         Raises:
-            ValueError: a status that is none of an error, a header that cannot be sent, or a number out of range.
-            TypeError: headers that are no names with texts.
+            ValueError: a status that is no error, a header that cannot be sent, or a number out of range.
+            TypeError: headers that do not map names to texts.
         """
         if not is_integer(status) or not LEAST_STATUS <= status <= MOST_STATUS:
             raise ValueError(
@@ -72,7 +70,7 @@ class PlannedAnswers:
         self._answers.append([PlannedAnswer(status, dict(headers)), times])
 
     def plan_cut(self, after_chunks: int) -> None:
-        """Ask for a cut.
+        """Plan a cut.
 
         Raises:
             ValueError: `after_chunks` is no integer of at least 0.
@@ -80,10 +78,10 @@ class PlannedAnswers:
         self._cuts.append(check_integer("cut: after_chunks", after_chunks, 0))
 
     def plan_polls(self, times: int | None = 1) -> None:
-        """Ask that polls of the load fail.
+        """Plan that polls of the load fail.
 
         Args:
-            times: how many; None: each, until they are taken back.
+            times: number of polls; None: each poll until `clear`.
 
         Raises:
             ValueError: `times` is no integer of at least 1.
@@ -93,7 +91,7 @@ class PlannedAnswers:
         self._polls = times
 
     def take_poll(self) -> BadRequest | None:
-        """Return what a poll that comes now fails with; None: it is answered."""
+        """Return the error of the current poll; None if it is answered normally."""
         if self._polls == 0:
             return None
         if self._polls is not None:
@@ -101,7 +99,7 @@ class PlannedAnswers:
         return PlannedAnswer(503, {}).error
 
     def take_answer(self) -> PlannedAnswer | None:
-        """Return what a request that comes now is answered with; None: it is served."""
+        """Return the planned answer to the current request; None if it is served."""
         if not self._answers:
             return None
         first = self._answers[0]
@@ -113,22 +111,22 @@ class PlannedAnswers:
         return answer
 
     def take_cut(self, *, streams: bool) -> int | None:
-        """Return after how many chunks a request that comes now is cut; None: it is not. One that does not stream
-        has no chunk but its end.
+        """Return after how many chunks the current request is cut; None if it is not cut. A request that does not
+        stream has no chunk before its end.
         """
         if not self._cuts or (self._cuts[0] and not streams):
             return None
         return self._cuts.popleft()
 
     def clear(self) -> None:
-        """Take back what waits still."""
+        """Cancel all planned answers, cuts and failing polls."""
         self._answers.clear()
         self._cuts.clear()
         self._polls = 0
 
     @property
     def unused(self) -> list[str]:
-        """What was asked for and did not strike as often as it should, as text; what strikes always is none of it."""
+        """The planned answers, cuts and polls that were not used up, as text; those for all requests do not count."""
         return [
             *(f"answer {answer.status} ({left} left)" for answer, left in self._answers if left is not None),
             *(f"cut after {chunks} {'chunk' if chunks == 1 else 'chunks'}" for chunks in self._cuts),
@@ -137,7 +135,7 @@ class PlannedAnswers:
 
 
 def _check_headers(headers: object) -> None:
-    """Raise unless they are headers that an answer can have in addition to its own."""
+    """Check that an answer can have these headers in addition to its own."""
     shape = '{"Retry-After": "1"}'
     if not isinstance(headers, Mapping):
         raise TypeError(f"answer: headers must be names with texts, as in {shape}, got {headers!r:.80}")

@@ -1,6 +1,4 @@
-"""KV events that wait until somebody asks for them, as TensorRT-LLM's do: `POST /kv_cache_events` answers and
-forgets them.
-"""
+"""KV events that wait until they are polled, as TensorRT-LLM's do: `POST /kv_cache_events` returns and drops them."""
 
 from __future__ import annotations
 
@@ -16,30 +14,30 @@ if TYPE_CHECKING:
 
 
 class NoFaults:
-    """The faults of a wire that there is none of.
+    """The faults of polled events, which have no wire.
 
     Attributes:
-        unused: none that was asked for is left.
+        unused: empty, as no fault can be requested.
     """
 
     unused: tuple[str, ...] = ()
 
 
 class PolledEvents(Batcher):
-    """Holds what the engines of one worker publish until it is taken; in the place of a `KvPublisher`.
+    """Keeps the events of one worker's engines until they are taken. It replaces a `KvPublisher`.
 
     Args:
-        dialect: TensorRT-LLM's.
-        ranks: how many data-parallel ranks.
-        most: the most events of a rank that are held; older ones are dropped silently. None: all are held.
+        dialect: TensorRT-LLM's dialect.
+        ranks: number of data-parallel ranks.
+        most: maximum number of kept events of a rank; older ones are dropped silently. None: all are kept.
 
     Attributes:
-        endpoints: none, as nothing is sent.
-        replay_endpoints: none.
-        replays: none are asked for.
-        topic: there is none.
-        faults: there are none.
-        loads: there are none.
+        endpoints: empty, as nothing is sent.
+        replay_endpoints: empty.
+        replays: empty.
+        topic: empty.
+        faults: has no faults.
+        loads: None, as there is no load stream.
     """
 
     loads: None = None
@@ -63,10 +61,10 @@ class PolledEvents(Batcher):
         self._batches[dp_rank] += 1
 
     def _write(self, dp_rank: int, payload: bytes) -> None:
-        """Write nothing: events wait as they are."""
+        """Do nothing: events wait unencoded."""
 
     def take(self) -> list[dict[str, Any]]:
-        """Return the events that wait, rank by rank, and forget them."""
+        """Return the waiting events, rank by rank, and drop them."""
         with self._lock:
             rows = [row for of_rank in self._rows for row in of_rank]
             for of_rank in self._rows:
@@ -74,12 +72,12 @@ class PolledEvents(Batcher):
             return rows
 
     def batches(self, dp_rank: int) -> int:
-        """How many batches a rank has published."""
+        """Return the number of batches that a rank has published."""
         return self._batches[dp_rank]
 
     async def await_subscribed(self, subscribers: int, timeout: float) -> None:  # noqa: ASYNC109 - as of a KvPublisher
-        """Return: polled events have no subscribers."""
+        """Return at once, as polled events have no subscribers."""
 
     def close(self) -> None:
-        """Take no event any more."""
+        """Accept no more events."""
         self._closed = True

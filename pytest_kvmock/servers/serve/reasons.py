@@ -1,4 +1,4 @@
-"""Why a router may know something else of a prompt than what is held: which batch said so, and what became of it."""
+"""Why a router's state of a prompt may differ from the held blocks: which batch had the change, and its fate."""
 
 from __future__ import annotations
 
@@ -15,16 +15,15 @@ if TYPE_CHECKING:
 
 
 class _BlocksRead:
-    """What the batches of a rank say of the blocks of a prompt, as far as a replay has them still.
+    """The batches of a rank that stored or removed blocks of a prompt, as far as they are kept for a replay.
 
     Args:
-        blocks: of each of the prompt's blocks its local hashes: with its salt, and, as vLLM's events have them,
-            without.
-        salt: of the prompt; None: none.
+        blocks: the local hashes of each block of the prompt: with its salt, and without, as in vLLM's events.
+        salt: the salt of the prompt, or None.
 
     Attributes:
-        stored: by the place of a block, the number of the last batch that stored it.
-        gone: by the place of a block, the number of the batch that removed or cleared it after that.
+        stored: by the position of a block, the number of the last batch that stored it.
+        gone: by the position of a block, the number of the batch that later removed or cleared it.
     """
 
     def __init__(self, blocks: Sequence[Collection[int]], salt: str | None) -> None:
@@ -32,10 +31,10 @@ class _BlocksRead:
         self.gone: dict[int, int] = {}
         self._blocks = blocks
         self._salt = salt
-        self._places: dict[tuple[int, int], int] = {}  # by its group and the engine's name of it
+        self._places: dict[tuple[int, int], int] = {}  # position of a block, by group and block hash
 
     def take(self, number: int, event: RouterEvent) -> None:
-        """Take an event of a batch."""
+        """Apply an event of a batch."""
         data, group = event.event.data, (event.extra or {}).get("group_idx", 0)
         if event.storage_tier is not StorageTier.DEVICE:
             return
@@ -63,8 +62,8 @@ class _BlocksRead:
 
 
 def _salt_of(extra: Mapping[str, Any]) -> str | None:
-    """Return the salt of a Stored that begins a prompt: a field of its own (SGLang), or a key of its first block
-    (vLLM).
+    """Return the salt of a Stored that begins a prompt: from a separate field (SGLang), or from the keys of its first
+    block (vLLM).
     """
     keys = (extra.get("extra_keys") or [None])[0] or ()
     named = [each for each in keys if isinstance(each, str) and each != extra.get("lora_name")]
@@ -73,15 +72,15 @@ def _salt_of(extra: Mapping[str, Any]) -> str | None:
 
 
 def reason(publisher: KvPublisher, dp_rank: int, prompt: Prompt, block_size: int, *, known: int, held: int) -> str:
-    """Return why a router may know another number of a prompt's leading blocks than a rank holds, in words.
+    """Return why a router may know a different number of a prompt's leading blocks than a rank holds, in words.
 
     Args:
-        publisher: of the rank's worker.
+        publisher: the publisher of the rank's worker.
         dp_rank: the rank.
-        prompt: which.
-        block_size: tokens a block.
-        known: how many the router knows.
-        held: how many are held.
+        prompt: the prompt.
+        block_size: tokens per block.
+        known: number of blocks that the router knows.
+        held: number of blocks that the rank holds.
     """
     unsalted = prompt
     if prompt.tokens is not None and prompt.cache_salt is not None:

@@ -1,11 +1,10 @@
-"""What is wrong with the body of a request, as vLLM's own frontend says it: status, type, param, code, and the texts
-that clients read.
+"""Checks of a request's body, with the errors of vLLM's frontend: status, type, param, code, and the texts for clients.
 
-Recorded of vLLM 0.29 (`vllm_0.29_http_answers.json`): which check comes first, and what each is called. Where a union
-of types is refused that has many branches (a message of a chat), the first branch alone is said, so that type and param
-are the recorded ones and the text is shorter.
+The order of checks and the errors were recorded from vLLM 0.29 (`vllm_0.29_http_answers.json`). If a union of many
+types is rejected (a message of a chat), only the error of the first type is returned: type and param are the recorded
+ones, and the text is shorter.
 
-One subject: the fields of a body, and what is said of a wrong one.
+One subject: the fields of a body, and the errors of wrong ones.
 """
 
 from __future__ import annotations
@@ -22,30 +21,30 @@ from pytest_kvmock.values.checks import is_integer
 from pytest_kvmock.values.prompt_keys import FULL_REPORT, INCREMENTAL_REPORT
 
 DEFAULT_OUTPUT: Final = 16
-"""Tokens of output of a completion that names none."""
+"""Default number of output tokens of a completion."""
 
 MOST_CHOICES: Final = 16384
-"""Choices of one prompt, at most (vLLM's `VLLM_MAX_N_SEQUENCES`)."""
+"""Maximum number of choices of a prompt (vLLM's `VLLM_MAX_N_SEQUENCES`)."""
 
 MOST_ERRORS: Final = 10
-"""Errors of one body that are listed."""
+"""Maximum number of listed errors of a body."""
 MOST_ODD: Final = 2**16
-"""Tokens of a list that are no integers and are looked at."""
+"""Maximum number of tokens in a list that are no integers and are checked one by one."""
 MOST_SHOWN: Final = 2000
-"""Values and characters of an input that an error repeats, at most."""
+"""Maximum number of values and characters of an input that an error repeats."""
 
 _REDUCE: Final = "Please reduce the length of the input prompt or the number of requested output tokens."
 
 
 @dataclass(slots=True)
 class BadRequest(Exception):  # noqa: N818 - it is an answer
-    """Why a request is refused.
+    """Raised if a request is rejected.
 
     Attributes:
-        message: in words.
-        param: the parameter; None: none by itself.
+        message: the message.
+        param: the wrong parameter; None if it is not a single one.
         kind: the error's type.
-        status: of the answer.
+        status: the status of the answer.
     """
 
     message: str
@@ -55,7 +54,7 @@ class BadRequest(Exception):  # noqa: N818 - it is an answer
 
 
 def validation_error(*errors: Mapping[str, Any]) -> BadRequest:
-    """Return the refusal of a body by its types: a line for each error, the place of the first as param."""
+    """Return the rejection of a body with wrong types: one line per error; param is the location of the first."""
     count = len(errors)
     shown = [{**each, "input": _Cut(each["input"])} for each in errors[:MOST_ERRORS]]
     lines = "\n".join(f"  {each!r}" for each in shown)
@@ -65,7 +64,7 @@ def validation_error(*errors: Mapping[str, Any]) -> BadRequest:
 
 
 class _Cut:
-    """A value as an error shows it: whole, or what is left of it where it is large."""
+    """A value as shown in an error: complete, or shortened if it is large."""
 
     def __init__(self, value: object) -> None:
         self._value = value
@@ -96,7 +95,7 @@ def body_of(content_type: str, body: bytes) -> dict[str, Any]:
     """Return the object of a body.
 
     Raises:
-        BadRequest: it is none, or not JSON.
+        BadRequest: the body is not JSON, or not an object.
     """
     if content_type.partition(";")[0].strip().lower() != "application/json":
         text = "1 validation error:\n  Unsupported Media Type: Only 'application/json' is allowed"
@@ -105,7 +104,7 @@ def body_of(content_type: str, body: bytes) -> dict[str, Any]:
         raise validation_error(_wrong("missing", ("body",), "Field required", None))
     try:
         found = from_json(body)
-    except ValueError as error:  # no JSON, no UTF-8, an integer of thousands of digits, or too deep
+    except ValueError as error:  # not JSON, not UTF-8, an integer with thousands of digits, or too deep
         place, why = (error.pos, error.msg) if isinstance(error, json.JSONDecodeError) else (0, str(error))
         raise validation_error(_wrong("json_invalid", ("body", place), "JSON decode error", {}, error=why)) from None
     if not isinstance(found, dict):
@@ -115,10 +114,10 @@ def body_of(content_type: str, body: bytes) -> dict[str, Any]:
 
 
 def integer(body: Mapping[str, Any], name: str, default: int | None = None) -> int | None:
-    """Return a field that is an integer, as pydantic reads one: a text of digits and a whole float are one.
+    """Return an integer field, read as pydantic does: texts of digits and floats without a fraction are allowed.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the field is no integer.
     """
     value = body.get(name)
     if value is None:
@@ -130,7 +129,7 @@ def integer(body: Mapping[str, Any], name: str, default: int | None = None) -> i
 
 
 def integer_error(value: object, loc: tuple[Any, ...], least: int | None = None) -> dict[str, Any] | None:
-    """Return what is wrong with an integer; None: nothing."""
+    """Return the error of an integer; None if it is valid."""
     if isinstance(value, str):
         try:
             value = int(value)
@@ -150,10 +149,10 @@ def integer_error(value: object, loc: tuple[Any, ...], least: int | None = None)
 
 
 def boolean(body: Mapping[str, Any], name: str) -> bool:
-    """Return a field that is true or false; absent it is false.
+    """Return a boolean field; False if it is absent.
 
     Raises:
-        BadRequest: it is neither.
+        BadRequest: the field is no boolean.
     """
     value = body.get(name)
     if value is None:
@@ -169,10 +168,10 @@ def boolean(body: Mapping[str, Any], name: str) -> bool:
 
 
 def text(body: Mapping[str, Any], name: str) -> str | None:
-    """Return a field that is a text; None where it is absent.
+    """Return a text field; None if it is absent.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the field is no text.
     """
     value = body.get(name)
     if value is not None and not isinstance(value, str):
@@ -181,10 +180,10 @@ def text(body: Mapping[str, Any], name: str) -> str | None:
 
 
 def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a field that is an object; an empty one where it is absent.
+    """Return a field that is an object; an empty object if it is absent.
 
     Raises:
-        BadRequest: it is none.
+        BadRequest: the field is no object.
     """
     value = body.get(name)
     if value is None:
@@ -196,13 +195,13 @@ def mapping(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
 
 
 def rooms_of(body: Mapping[str, Any], prompts: int) -> tuple[Mapping[str, Any], ...]:
-    """Return the bootstrap fields of each prompt of a request of SGLang's (`_normalize_bootstrap_params`).
+    """Return the bootstrap fields of each prompt of an SGLang request (`_normalize_bootstrap_params`).
 
-    Host and port are one value or a list; rooms a list, or one from which those of further prompts count. The rank of
-    the prefill engine is one value, and absent where it is not given.
+    Host and port are one value or a list. Rooms are a list, or the first room; further prompts then get consecutive
+    rooms. The rank of the prefill engine is one value; it is left out if it is not given.
 
     Raises:
-        BadRequest: a room is no integer, or a list has not one value a prompt.
+        BadRequest: a room is no integer, or a list does not have one value per prompt.
     """
     columns: dict[str, list[Any]] = {}
     for name in ("bootstrap_host", "bootstrap_port", "bootstrap_room"):
@@ -229,7 +228,7 @@ def rooms_of(body: Mapping[str, Any], prompts: int) -> tuple[Mapping[str, Any], 
 
 
 def report_mode(body: Mapping[str, Any]) -> str | None:
-    """Return the mode that a request of vLLM has by `vllm_xargs`: "full", or None.
+    """Return the report mode in `vllm_xargs` of a vLLM request: "full", or None.
 
     Raises:
         BadRequest: `vllm_xargs` is no object.
@@ -246,10 +245,10 @@ def report_mode(body: Mapping[str, Any]) -> str | None:
 
 
 def prompts_of(value: object) -> list[str | list[int]]:
-    """Return the prompts of a completion: one that is a text or tokens, or a list of either.
+    """Return the prompts of a completion: one text or list of tokens, or a list of either.
 
     Raises:
-        BadRequest: it is none of them; with what each branch says.
+        BadRequest: it is none of these; with the errors of each type.
     """
     if isinstance(value, str):
         return [value]
@@ -273,8 +272,8 @@ def prompts_of(value: object) -> list[str | list[int]]:
 
 
 def are_tokens(value: object) -> TypeGuard[list[int]]:
-    """Return whether a value is a list of integers of at least 0, and nothing that is read as one: without a look at
-    each by itself.
+    """Return whether a value is a list of plain integers of at least 0. It is fast, as it checks no element in Python
+    code.
     """
     return isinstance(value, list) and set(map(type, value)) == {int} and min(value) >= 0
 
@@ -291,10 +290,10 @@ _Check = Callable[[object, tuple[Any, ...]], dict[str, Any] | None]
 
 
 def token_errors(value: object, loc: tuple[Any, ...]) -> list[dict[str, Any]]:
-    """Return what is wrong with a list of tokens, up to one error more than are listed.
+    """Return the errors of a list of tokens, at most one more than are listed.
 
     Raises:
-        BadRequest: more of them are no integers than are looked at.
+        BadRequest: more than `MOST_ODD` tokens are no plain integers.
     """
     if isinstance(value, list) and sum(each is not int for each in map(type, value)) > MOST_ODD:
         if errors := _errors_of_list(value[: MOST_ERRORS + 1], loc, _token_error):
@@ -306,9 +305,7 @@ def token_errors(value: object, loc: tuple[Any, ...]) -> list[dict[str, Any]]:
 def _errors_of_list(
     value: object, loc: tuple[Any, ...], check: _Check, plain: type[Any] | None = None
 ) -> list[dict[str, Any]]:
-    """Return what is wrong with the elements of a list; those of the plain type are right, if they are no negative
-    number.
-    """
+    """Return the errors of a list's elements; elements of the plain type are valid unless they are negative numbers."""
     if not isinstance(value, list):
         return [_wrong("list_type", loc, "Input should be a valid list", value)]
     odd = (
@@ -329,7 +326,7 @@ def check_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the messages of a chat.
 
     Raises:
-        BadRequest: there are none, or one is not what it must be.
+        BadRequest: there are no messages, or a message is invalid.
     """
     if "messages" not in body:
         raise validation_error(_wrong("missing", ("body", "messages"), "Field required", dict(body)))
@@ -355,10 +352,10 @@ def check_messages(body: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def check_output(max_tokens: int, most: int) -> None:
-    """Check how many tokens of output are asked for.
+    """Check the requested number of output tokens.
 
     Raises:
-        BadRequest: fewer than 1, or more than the model has room for.
+        BadRequest: fewer than 1, or more than the model's maximum.
     """
     if max_tokens < 1:
         message = f"max_tokens must be at least 1, got {max_tokens}. (parameter=max_tokens, value={max_tokens})"
@@ -372,7 +369,7 @@ def check_output(max_tokens: int, most: int) -> None:
 
 
 def check_choices(count: int) -> None:
-    """Check how many choices of a prompt are asked for.
+    """Check the requested number of choices of a prompt.
 
     Raises:
         BadRequest: fewer than 1, or more than `MOST_CHOICES`.
@@ -384,7 +381,7 @@ def check_choices(count: int) -> None:
 
 
 def check_all_choices(prompts: int, count: int) -> None:
-    """Check how many choices a request has in all.
+    """Check the number of choices of all prompts of a request.
 
     Raises:
         BadRequest: more than `MOST_CHOICES`.
@@ -396,10 +393,10 @@ def check_all_choices(prompts: int, count: int) -> None:
 
 
 def check_text_length(prompt: str, output: int, most: int) -> None:
-    """Check a text before it is made into tokens: it has at most one token a character.
+    """Check the length of a text before it is tokenized, as vLLM does: it assumes at most one token per character.
 
     Raises:
-        BadRequest: it has more characters than tokens fit.
+        BadRequest: the text has more characters than tokens fit.
     """
     room = most - output
     if len(prompt) > room:
@@ -417,10 +414,10 @@ def check_token_length(count: int, output: int, most: int) -> None:
     """Check the length of a prompt in tokens.
 
     Raises:
-        BadRequest: prompt and output do not fit.
+        BadRequest: prompt and output together do not fit.
     """
     if count + output > most:
-        # One that is a single token too long was cut there by the original, which does not know how long it was.
+        # vLLM truncates a prompt after one token too many, so it does not know the length of such a prompt.
         least = "at least " if count == most - output + 1 else ""
         raise BadRequest(
             f"This model's maximum context length is {most} tokens. However, you requested {output} output tokens and "
@@ -432,10 +429,10 @@ def check_token_length(count: int, output: int, most: int) -> None:
 
 
 def seconds(query: Mapping[str, str], name: str) -> float:
-    """Return a time of a query, in seconds; 0 where it has none.
+    """Return a time in a query, in seconds; 0 if it is absent.
 
     Raises:
-        BadRequest: it is no number of at least 0.
+        BadRequest: the time is no number of at least 0.
     """
     text = query.get(name, "0")
     try:
@@ -444,26 +441,26 @@ def seconds(query: Mapping[str, str], name: str) -> float:
         said = "Input should be a valid number, unable to parse string as a number"
         error = {"type": "float_parsing", "loc": ("query", name), "msg": said, "input": text}
         raise validation_error(error) from None
-    if not found >= 0:  # nan, too
+    if not found >= 0:  # also rejects nan
         said = "Input should be greater than or equal to 0"
         raise validation_error({"type": "greater_than_equal", "loc": ("query", name), "msg": said, "input": text})
     return found
 
 
 def is_integer_text(text: str) -> bool:
-    """Whether Python reads an integer in a text, as engines do."""
+    """Whether Python can read a text as an integer, as engines do."""
     try:
         int(text)
-    except ValueError:  # also of more digits than it converts
+    except ValueError:  # also raised for too many digits
         return False
     return True
 
 
 def check_rank(rank: object, ranks: int) -> int | None:
-    """Return a data-parallel rank that was asked for.
+    """Return a requested data-parallel rank; None if none was requested.
 
     Raises:
-        BadRequest: there is no such rank.
+        BadRequest: an unknown rank.
     """
     if rank is None or rank == "":
         return None

@@ -1,4 +1,4 @@
-"""What a server notes of each request: where a router sent it, and what every worker held of its prompt then."""
+"""The record of each request to a server: where a router sent it, and how much of its prompt each worker held then."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class ServedRequest:
-    """One prompt that came in over HTTP.
+    """One prompt that arrived over HTTP.
 
     Attributes:
-        number: its place among all, from 0.
-        worker: where it was sent.
+        number: its number among all prompts, from 0.
+        worker: the worker that it was sent to.
         rank: the rank that served it.
-        path: of the request.
-        headers: of the request, by names in lower case.
-        prompt_tokens: length of its prompt.
-        blocks: full blocks of its prompt.
-        overlap: how many leading blocks of it each worker held as it arrived, the best rank of each; workers without
+        path: the path of the request.
+        headers: the headers of the request, with names in lower case.
+        prompt_tokens: number of tokens of its prompt.
+        blocks: number of full blocks of its prompt.
+        overlap: how many of its leading blocks each worker held on arrival, for the best rank of each; workers without
             any are absent.
-        cached_tokens: tokens of the prompt that were cached; None: it was not admitted yet.
-        output_tokens: tokens that were generated.
-        status: of the answer; None: it is not over, or was cut off.
-        aborted: whether it was cut off: its client went before the end, or its engine restarted, stopped or was asked
-            to cut it.
-        called_off: whether its client went before the end.
-        body: of the request, where the server keeps bodies; else empty.
-        role: of its worker in P/D pairs: "prefill", "decode" or "both"; None: it is in none.
-        hand_over: what the leg came with: `kv_transfer_params`, or the bootstrap fields; None: nothing.
-        handed: what its answer handed over (`kv_transfer_params`); None: nothing.
-        legs: the numbers of all legs of the same client request, as far as what they came with shows it.
+        cached_tokens: number of cached prompt tokens; None if it was not admitted yet.
+        output_tokens: number of generated tokens.
+        status: the status of the answer; None if it has not ended or was cut off.
+        aborted: whether it was cut off: its client disconnected before the end, or its engine restarted, stopped or cut
+            it on request.
+        called_off: whether its client disconnected before the end.
+        body: the body of the request, if the server keeps bodies; else empty.
+        role: the role of its worker in P/D pairs: "prefill", "decode" or "both"; None: it is in no pair.
+        hand_over: the leg's parameters: `kv_transfer_params`, or the bootstrap fields; None: nothing.
+        handed: the parameters in its answer (`kv_transfer_params`); None: nothing.
+        legs: the numbers of all legs of the same client request, as far as their parameters show it.
     """
 
     number: int
@@ -71,11 +71,11 @@ class ServedRequest:
 
     @property
     def choice(self) -> Choice:
-        """What the router chose, and what was there to choose."""
+        """The router's choice: the worker, the blocks that it held, and the most that any worker held."""
         return Choice(self.worker, self.overlap.get(self.worker, 0), max(self.overlap.values(), default=0))
 
     def to_json(self) -> dict[str, Any]:
-        """Return it as JSON has it."""
+        """Return the request as a JSON object."""
         names = ("number", "worker", "rank", "path", "prompt_tokens", "blocks", "cached_tokens", "output_tokens")
         return {
             **{name: getattr(self, name) for name in names},
@@ -89,12 +89,12 @@ class ServedRequest:
 
 
 class Routing:
-    """What the routing of the requests so far was worth, in the words of `Report`.
+    """The quality of the routing of requests, with the terms of `Report`.
 
     Args:
         requests: the requests.
         workers: all workers.
-        block_size: tokens a block.
+        block_size: tokens per block.
     """
 
     def __init__(self, requests: Iterable[ServedRequest], workers: Iterable[int], block_size: int) -> None:
@@ -117,36 +117,34 @@ class Routing:
 
     @property
     def requests(self) -> int:
-        """How many requests there were."""
+        """Number of requests."""
         return len(self._requests)
 
     @property
     def called_off(self) -> int:
-        """How many of them were called off: their clients went. One whose engine restarted or stopped is none."""
+        """Number of requests whose clients disconnected, without those whose engine restarted or stopped."""
         return self._called_off.total()
 
     @property
     def hit_ratio(self) -> float | None:
-        """Tokens of prompts that were cached as a share of all, of the requests that were admitted; None where there
-        are none.
-        """
+        """The share of prompt tokens that were cached, over all admitted requests; None if there are none."""
         return self._rows.figure("hit_ratio")
 
     @property
     def of_best(self) -> float | None:
-        """Blocks that the chosen workers held as a share of those that the best ones did; None where no worker held
+        """Blocks that the chosen workers held, as a share of those that the best workers held; None if no worker held
         any.
         """
         return self._rows.figure("of_best")
 
     @property
     def elsewhere(self) -> int:
-        """Requests that were sent to a worker while another one held more of the prompt."""
+        """Number of requests that were sent to a worker while another worker held more of the prompt."""
         return int(self._rows.figure("elsewhere") or 0)
 
     @property
     def balance(self) -> float | None:
-        """Requests of the worker with the most, over the mean; None where there are none."""
+        """Requests of the worker with the most requests, divided by the mean; None if there are no requests."""
         return self._rows.figure("balance_requests")
 
     def to_json(self) -> dict[str, Any]:
@@ -156,15 +154,15 @@ class Routing:
         return {name: getattr(self, name) for name in names} | {"requests_by_worker": by_worker}
 
     def assert_hit_ratio(self, at_least: float | None = None, *, of_best: float | None = None) -> None:
-        """Fail where less was cached than must be.
+        """Fail if too little was cached.
 
         Args:
-            at_least: least share of the prompts' tokens that was cached.
-            of_best: least share of the blocks that the best workers held.
+            at_least: required share of cached prompt tokens.
+            of_best: required share of the blocks that the best workers held.
 
         Raises:
-            AssertionError: it was less; with the request that lost most.
-            ValueError: neither is given, one is no share, or there was nothing to count.
+            AssertionError: a share is smaller; the message has the request that lost most.
+            ValueError: neither is given, an argument is no share, or there is nothing to count.
         """
         __tracebackhide__ = True
         if at_least is None and of_best is None:
@@ -174,14 +172,14 @@ class Routing:
                 assert_at_least(name, self._rows.figure(name), check_share(argument, least), self._worst())
 
     def assert_balanced(self, within: float | None = None) -> None:
-        """Fail where one worker has more than `within` times the mean of requests; a single worker is balanced.
+        """Fail if a worker has more than `within` times the mean number of requests; a single worker is balanced.
 
         Args:
-            within: how many times the mean; None: 2.0 from four workers on, 1.8 of three, 1.5 of two.
+            within: the factor; None: 2.0 for four or more workers, 1.8 for three, 1.5 for two.
 
         Raises:
-            AssertionError: one has.
-            ValueError: `within` is below 1, or so large that no assignment could break it; or there were no requests.
+            AssertionError: a worker has more.
+            ValueError: `within` is below 1, or so large that no assignment could exceed it; or there were no requests.
         """
         __tracebackhide__ = True
         row = self._called_off_row if self._called_off else None
@@ -203,7 +201,7 @@ class RequestLog:
     """The last requests.
 
     Args:
-        most: how many are remembered; None: all.
+        most: number of requests that are kept; None: all.
     """
 
     def __init__(self, most: int | None = None) -> None:
@@ -211,16 +209,16 @@ class RequestLog:
         self.total = 0
 
     def add(self, row: ServedRequest) -> None:
-        """Remember a request."""
+        """Add a request."""
         self.rows.append(row)
         self.total += 1
 
     @property
     def forgotten(self) -> int:
-        """How many requests are remembered no more."""
+        """Number of requests that are no longer kept."""
         return self.total - len(self.rows)
 
     def clear(self) -> None:
-        """Begin again."""
+        """Drop all requests, and count from 0 again."""
         self.rows.clear()
         self.total = 0

@@ -1,12 +1,12 @@
-"""Served engines of P/D pairs: what passes between them by the wall clock, and what a test does to it.
+"""Served engines of P/D pairs: transfers between them on the wall clock, and how a test controls them.
 
-One subject: links, leases and waits of a server whose engines have roles. What engines keep, load and tell one another
-is `engines/*/pairs`.
+One subject: links, leases and waits of a server whose engines have roles. `engines/*/pairs` has the blocks that engines
+keep and load, and their messages.
 
-Theory of operation. The ports of all engines know one another by the addresses that their hand-overs carry, as
-processes do, and their time is the server's: seconds since it began. Each pass of an engine ends with a step of its
-port (`EngineLoop`), and an engine that has nothing to compute steps when something falls due or when another one told
-it something. A transfer takes as long as `Transfers` says; all that happens is in the thread of the server.
+Theory of operation. The ports of all engines find each other by the addresses in their hand-overs, as processes do.
+Their time is the server's: seconds since it began. Each pass of an engine ends with a step of its port (`EngineLoop`).
+An engine with nothing to compute steps when something is due or when another engine reports something. A transfer takes
+the time of `delay_transfers`. Everything runs in the server's thread.
 """
 
 from __future__ import annotations
@@ -36,48 +36,48 @@ if TYPE_CHECKING:
     from pytest_kvmock.servers.serve.request_log import ServedRequest
 
 SIDE_CHANNEL_PORT: Final = 5600
-"""Of vLLM's NixlConnector (`VLLM_NIXL_SIDE_CHANNEL_PORT`)."""
+"""The side channel port of vLLM's NixlConnector (`VLLM_NIXL_SIDE_CHANNEL_PORT`)."""
 
 Place: TypeAlias = tuple[int, int]
-"""A worker, and one of its ranks: an engine of its own to others."""
+"""A worker and one of its ranks, which other engines see as a separate engine."""
 
 _MOST_ROOMS: Final = 4096
-"""Rooms and legs that are remembered: for what was cached there, and for who belongs together."""
+"""Maximum number of rooms and legs that are kept, for cached tokens and for the match of legs."""
 
 
 class DrivenEngine(Protocol):
-    """What it needs of who drives an engine (`EngineLoop`)."""
+    """The part of an `EngineLoop` that is used here."""
 
     engine: Any
     lock: Any
 
     def rouse(self) -> None:
-        """Look again whether there is something to do."""
+        """Check again whether there is work."""
 
     def lose(self, request: Any, reason: str) -> None:
-        """End a request that its engine has ended with an error."""
+        """End a request that its engine ended with an error."""
 
     def guarded(self) -> AbstractContextManager[None]:
-        """Within the context, what the engine raises breaks it."""
+        """Within the context, an exception of the engine breaks it."""
 
 
 class PairRefused(ValueError):  # noqa: N818 - what happened
-    """An engine of a pair refuses a leg, as the original does, with status 400."""
+    """Raised if an engine of a pair rejects a leg, as the real engine does, with status 400."""
 
 
 class ServedPairs(ABC):
-    """The pairs of a server: `KvServer.pairs`. Its methods are called in the test's thread.
+    """The pairs of a server: `KvServer.pairs`. Tests call its methods in their own thread.
 
     Args:
-        thread: of the server.
-        roles: of each worker.
-        network: where bootstrap servers listen.
-        model: what is served: how many ranks each worker has, and tokens a block.
-        seed: of the names of requests.
+        thread: the thread of the server.
+        roles: the role of each worker.
+        network: the address of bootstrap servers.
+        model: the served model, with ranks per worker and tokens per block.
+        seed: seed of the names of requests.
 
     Attributes:
-        roles: of each worker its role, "prefill", "decode" or "both".
-        bootstraps: of each prefill worker its bootstrap server, where its way to hand over has one.
+        roles: the role of each worker: "prefill", "decode" or "both".
+        bootstraps: the bootstrap server of each prefill worker, if its kind of hand-over has one.
     """
 
     way: str
@@ -99,7 +99,7 @@ class ServedPairs(ABC):
         self._failing = 0
         self._holds = False
         self._held: list[tuple[Place, Any]] = []
-        self._legs: dict[str, list[int]] = {}  # the numbers of legs, by what they share
+        self._legs: dict[str, list[int]] = {}  # the numbers of legs, by their shared value
 
     def __repr__(self) -> str:
         return f"<ServedPairs {self.way}: {', '.join(f'{kind} {worker}' for worker, kind in self.roles.items())}>"
@@ -107,7 +107,7 @@ class ServedPairs(ABC):
     # --------------------------------------------------------------------------------------------- what a test does
 
     def fail_transfers(self, n: int = 1) -> None:
-        """Let the next transfers fail when their bytes would have arrived.
+        """Let the next `n` transfers fail at the time when their bytes would have arrived.
 
         Raises:
             ValueError: `n` is no integer of at least 1.
@@ -118,7 +118,7 @@ class ServedPairs(ABC):
         """Let each transfer that begins from now on take this many seconds of real time.
 
         Raises:
-            ValueError: they are no number of at least 0.
+            ValueError: `seconds` is no number of at least 0.
         """
         self._delay_s = check_number("delay_transfers: seconds", seconds, unit=" (seconds)")
 
@@ -127,7 +127,7 @@ class ServedPairs(ABC):
         self._holds = True
 
     def release_transfers(self) -> None:
-        """End `hold_transfers`: what was held ends now."""
+        """End `hold_transfers`: the held transfers end now."""
         self._holds = False
 
         async def release() -> None:
@@ -140,12 +140,12 @@ class ServedPairs(ABC):
         self._thread.call(release())
 
     def reset(self) -> None:
-        """Let transfers end at once and well again, as another test begins."""
+        """Drop delays, failures and held transfers, before the next test."""
         self._delay_s, self._failing, self._holds, self._held = 0.0, 0, False, []
 
     @property
     def leased(self) -> dict[int, tuple[Lease, ...]]:
-        """What each worker holds for legs that do not run; those that hold nothing are absent."""
+        """The leases of each worker for legs that do not run; workers without any are absent."""
 
         async def look() -> dict[int, tuple[Lease, ...]]:
             found: dict[int, tuple[Lease, ...]] = {}
@@ -158,21 +158,23 @@ class ServedPairs(ABC):
 
     @property
     def notified(self) -> list[tuple[str, str, str]]:
-        """Who told whom of which request that its blocks are not needed any more, by the engines' names (vLLM)."""
+        """The notices that a request's blocks are no longer needed: sender and receiver, by engine name, and request
+        (vLLM).
+        """
         return []
 
     @property
     def rooms(self) -> list[tuple[int, int, int, str]]:
-        """Each room that a leg came with: prefill worker, rank, room, and "prefill" or "decode" (SGLang)."""
+        """Each room that a leg named: prefill worker, rank, room, and "prefill" or "decode" (SGLang)."""
         return []
 
     def engine_id(self, worker: int, rank: int = 0) -> str:
-        """The name by which an engine, or a rank of one, is known to others; after a restart it has another one."""
+        """Return the name of an engine, or of one of its ranks, for other engines; a restart changes it."""
         name: str = self._ports[worker, rank].engine_id
         return name
 
     def to_json(self) -> dict[str, Any]:
-        """Return what is leased, who told whom, and the rooms, as the control API has it."""
+        """Return leases, notices and rooms in the form of the control API."""
         leases = self.leased
         rows = [
             {
@@ -197,7 +199,7 @@ class ServedPairs(ABC):
         return time.monotonic() - self._began
 
     def join(self, loop: DrivenEngine) -> None:
-        """Take an engine in, as it begins, or begins again after a restart."""
+        """Add an engine when it begins, or begins again after a restart."""
         place, port = _place_of(loop), loop.engine.worker.pair
         old = self._ports.get(place)
         if old is port:
@@ -216,64 +218,64 @@ class ServedPairs(ABC):
 
     @abstractmethod
     def _lose(self, old: Any) -> None:
-        """End what was under way with an engine that is gone."""
+        """End the transfers of an engine that is gone."""
 
     @abstractmethod
     def _take_in(self, place: Place, port: Any, name: str) -> None:
-        """Make an engine known to the others."""
+        """Connect an engine with the others."""
 
     def _port_of(self, loop: DrivenEngine) -> Any:
         return self._ports[_place_of(loop)]
 
     def _rouse(self, port: Any) -> None:
-        """Rouse an engine that has something to notice, unless it is gone, as it has restarted."""
+        """Rouse an engine that has news, unless a restart has replaced it."""
         for place, each in self._ports.items():
             if each is port:
                 self._loops[place].rouse()
 
     def rank_of(self, given: Mapping[str, Any] | None) -> int | None:  # noqa: ARG002 - some look at it
-        """The rank of a prefill engine that serves a leg which named none; None: any."""
+        """Return the rank of a prefill engine that serves a leg without a rank; None: any."""
         return None
 
     def check(self, asked: Generate) -> None:  # noqa: B027 - some refuse nothing
-        """Look at the legs of a request before any of them is opened.
+        """Check the legs of a request before any of them is opened.
 
         Raises:
             PairRefused: the engine answers with an error.
         """
 
     def output_of(self, loop: DrivenEngine, asked: Generate) -> int:  # noqa: ARG002 - some know better
-        """How many tokens an engine generates for each choice of a request."""
+        """Return how many tokens an engine generates for each choice of a request."""
         return asked.max_tokens
 
     def cached_tokens(self, loop: DrivenEngine, given: Mapping[str, Any] | None, own: int) -> int:  # noqa: ARG002
-        """How many tokens of a prompt were cached, as the answer of its leg says it."""
+        """Return how many tokens of a prompt were cached, for the answer of its leg."""
         return own
 
     def generated(self, loop: DrivenEngine, done: ForwardPass) -> dict[Any, int]:  # noqa: ARG002 - some look at it
-        """The requests that have new tokens to give out after a pass, and how many each has then in all."""
+        """Return the requests with new tokens after a pass, each with its total number of tokens."""
         return {each: each.generated_tokens for each in done.generated}
 
     def why_lost(self, loop: DrivenEngine, request: Any) -> str:  # noqa: ARG002 - as above
-        """Why a request ended with an error."""
+        """Return why a request ended with an error."""
         return "Internal server error"
 
     @abstractmethod
     def open(self, loop: DrivenEngine, request: Any, asked: Generate, position: int) -> Any:
-        """Open the leg of a request that an engine was given; None: it is an ordinary one.
+        """Open the leg of a request that an engine was given; return None for an ordinary request.
 
         Raises:
-            PairRefused: the engine answers with an error; nothing is left of it.
+            PairRefused: the engine answers with an error; the request is removed.
         """
 
     def begin_pass(self, loop: DrivenEngine) -> None:
-        """Set the time of an engine, whose pass begins."""
+        """Set the time of an engine at the start of a pass."""
         port = self._port_of(loop)
         port.now_s = max(port.now_s, self.now_s)
 
     @abstractmethod
     def step(self, loop: DrivenEngine) -> None:
-        """End a step of an engine."""
+        """Run the pair's part at the end of a step of an engine."""
 
     def answer(self, loop: DrivenEngine, leg: Any) -> dict[str, Any] | None:  # noqa: ARG002 - most have none
         """Return the parameters of the answer of a leg that has ended; None: it has none."""
@@ -281,10 +283,10 @@ class ServedPairs(ABC):
 
     @abstractmethod
     def shared(self, given: Mapping[str, Any]) -> Any:
-        """What both legs of a client's request have in what they came with; None: this one has it not."""
+        """Return the value that the parameters of both legs of a client's request share; None if this leg lacks it."""
 
     def meet(self, row: ServedRequest, shared: Any) -> None:
-        """Note that a leg has something that the other leg of its client's request has, too."""
+        """Record the value that a leg shares with the other leg of its client's request."""
         if shared is None:
             return
         legs = row.legs = self._legs.setdefault(str(shared), row.legs)
@@ -300,10 +302,10 @@ class ServedPairs(ABC):
 
     @abstractmethod
     def _has_news(self, port: Any) -> bool:
-        """Whether an engine has something to notice."""
+        """Whether an engine has news."""
 
     def _set_alarm(self, place: Place, due_s: float | None) -> None:
-        """Rouse an engine when the next lease or wait of it ends, or a heartbeat is due."""
+        """Set the time to rouse an engine: when its next lease or wait ends, or a heartbeat is due."""
         alarm = self._alarms.pop(place, None)
         if alarm is not None:
             alarm.cancel()
@@ -312,12 +314,12 @@ class ServedPairs(ABC):
             self._alarms[place] = loop.call_later(max(0.0, due_s - self.now_s), self._loops[place].rouse)
 
     async def start(self) -> None:
-        """Let bootstrap servers listen."""
+        """Start the bootstrap servers."""
         for each in self.bootstraps.values():
             await each.start()
 
     async def stop(self) -> None:
-        """Set no alarm any more, and listen no more."""
+        """Cancel all alarms, and stop the bootstrap servers."""
         for alarm in self._alarms.values():
             alarm.cancel()
         self._alarms.clear()
@@ -338,7 +340,7 @@ class ServedPairs(ABC):
         return False
 
     def _travels(self, place: Place, transfer: Any) -> None:
-        """Bytes begin to travel to an engine."""
+        """Begin a transfer to an engine."""
         if self._holds:
             self._held.append((place, transfer))
             return
@@ -346,7 +348,7 @@ class ServedPairs(ABC):
 
     @abstractmethod
     def _arrives(self, place: Place, transfer: Any, ok: bool) -> None:
-        """Bytes have arrived, or will not."""
+        """End a transfer: its bytes have arrived, or (not `ok`) it failed."""
 
 
 class VllmPairs(ServedPairs):
@@ -381,7 +383,7 @@ class VllmPairs(ServedPairs):
             port.peers[each.engine_id] = each
 
     def open(self, loop: DrivenEngine, request: Any, asked: Generate, position: int) -> Any:
-        """Open the leg of a request; None: it came without parameters."""
+        """Open the leg of a request; return None if it has no parameters."""
         given = asked.hand_overs[position] if asked.hand_overs else None
         if given is None:
             return None
@@ -390,11 +392,11 @@ class VllmPairs(ServedPairs):
         return self._port_of(loop).open(request.state, self._reached(given), request.prompt_tokens, name)
 
     def shared(self, given: Mapping[str, Any]) -> Any:
-        """The name of the prefill leg; of Mooncake, that of the transfer."""
+        """Return the name of the prefill leg; for Mooncake, that of the transfer."""
         return given.get("remote_request_id" if self._reads else "transfer_id")
 
     def _reached(self, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Parameters by which an engine is found at its own address alone: at another one the handshake fails."""
+        """Return parameters that find an engine only at its own address; at any other address the handshake fails."""
         params = dict(given)
         engine = params.get("remote_engine_id")
         if not params.get("do_remote_prefill") or not isinstance(engine, str):
@@ -414,21 +416,23 @@ class VllmPairs(ServedPairs):
         return params
 
     def _canonical(self, address: Any) -> Any:
-        """An address of a bootstrap server, whatever name of this machine it has."""
+        """Return the advertised address of a bootstrap server that is given by any name of this machine."""
         url = urlsplit(address) if isinstance(address, str) else None
         if url is None or url.hostname not in (self._network.host, self._network.advertised, "localhost"):
             return address
-        with suppress(ValueError):  # no number of a port
+        with suppress(ValueError):  # an invalid port
             return self._network.url(url.port or 80)
         return address
 
     def cached_tokens(self, loop: DrivenEngine, given: Mapping[str, Any] | None, own: int) -> int:  # noqa: ARG002
-        """Of a decode leg those of the prefill engine, as its parameters say them (`v1/engine/output_processor.py`)."""
+        """Return, for a decode leg, the prefill engine's number, from the parameters
+        (`v1/engine/output_processor.py`).
+        """
         told = None if given is None else given.get("remote_prefill_cached_tokens")
         return told if isinstance(told, int) and not isinstance(told, bool) else own
 
     def step(self, loop: DrivenEngine) -> None:
-        """End a step of an engine."""
+        """Run the pair's part at the end of a step of an engine."""
         place = _place_of(loop)
         port: PairPort = loop.engine.worker.pair
         scheduler: Any = loop.engine.inside.scheduler
@@ -439,7 +443,7 @@ class VllmPairs(ServedPairs):
                 loop.engine.worker.requests.remove(request)
                 request.end()
                 loop.lose(request, "Internal server error")
-        if not scheduler.parking.is_quiet:  # what was received is taken up by its next pass
+        if not scheduler.parking.is_quiet:  # its next pass uses the received blocks
             loop.rouse()
         self._rouse_others(place)
         self._set_alarm(place, port.next_s)
@@ -455,7 +459,7 @@ class VllmPairs(ServedPairs):
     def _arrives(self, place: Place, transfer: Loading, ok: bool) -> None:
         port = self._ports[place]
         if port.loads.get(transfer.transfer.name) is not transfer:
-            return  # it has ended otherwise
+            return  # it has already ended
         loop = self._loops[place]
         with loop.lock, suppress(Exception), loop.guarded():
             port.ended(transfer, ok=ok)
@@ -464,7 +468,7 @@ class VllmPairs(ServedPairs):
 
     @property
     def notified(self) -> list[tuple[str, str, str]]:
-        """Who told whom of which request that its blocks are not needed any more, by the engines' names."""
+        """The notices that a request's blocks are no longer needed: sender, receiver (engine names) and request."""
 
         async def look() -> list[tuple[str, str, str]]:
             return [(by, port.engine_id, name) for port in self._ports.values() for by, name in port.told]
@@ -489,7 +493,7 @@ class RoomPairs(ServedPairs):
 
     def _lose(self, old: SglangPort) -> None:
         old.lost()
-        for loop in self._loops.values():  # decode engines miss its heartbeats
+        for loop in self._loops.values():  # so that decode engines notice the missing heartbeats
             loop.rouse()
 
     def _take_in(self, place: Place, port: SglangPort, name: str) -> None:
@@ -508,21 +512,21 @@ class RoomPairs(ServedPairs):
                     one.met(other)
 
     def check(self, asked: Generate) -> None:
-        """Refuse requests without a room."""
+        """Reject requests without a room."""
         for given in asked.hand_overs:
             if given is None or given.get("bootstrap_room") is None:
                 raise PairRefused(f"Disaggregated request received without bootstrap room id. Request id: {asked.id}")
 
     def shared(self, given: Mapping[str, Any]) -> Any:
-        """The room."""
+        """Return the room."""
         return given.get("bootstrap_room")
 
     def output_of(self, loop: DrivenEngine, asked: Generate) -> int:
-        """A prefill engine generates one token."""
+        """Return 1 for a prefill engine, which generates one token."""
         return 1 if self._port_of(loop).prefill is not None else asked.max_tokens
 
     def rank_of(self, given: Mapping[str, Any] | None) -> int | None:
-        """The rank of its room (`--load-balance-method follow_bootstrap_room`, as these engines have it)."""
+        """Return the rank of the leg's room (`--load-balance-method follow_bootstrap_room`, which is set here)."""
         room = None if given is None else given.get("bootstrap_room")
         return None if room is None else int(room) % self._ranks
 
@@ -539,7 +543,7 @@ class RoomPairs(ServedPairs):
                 del self._computed[next(iter(self._computed))]
             leg = scheduler.open_leg(request, given)
         else:
-            request.next_token()  # that one is the prefill engine's
+            request.next_token()  # the prefill engine generates this token
             leg = scheduler.open_leg(request, given, "ok" if self._take_fate() else "fails")
         if leg is None:
             loop.engine.worker.requests.remove(request)
@@ -548,7 +552,7 @@ class RoomPairs(ServedPairs):
         return leg
 
     def cached_tokens(self, loop: DrivenEngine, given: Mapping[str, Any] | None, own: int) -> int:
-        """Of a decode leg those of the prefill engine, which come with the KV."""
+        """Return, for a decode leg, the number of the prefill engine, which arrives with the KV."""
         if given is None or self._port_of(loop).prefill is not None:
             return own
         found = self._computed.get(given["bootstrap_room"])
@@ -556,28 +560,28 @@ class RoomPairs(ServedPairs):
         return cached
 
     def generated(self, loop: DrivenEngine, done: ForwardPass) -> dict[Any, int]:
-        """The requests that have new tokens to give out: a prefill engine gives its one as its leg is answered, and a
-        decode engine the first one as the leg joins the batch.
+        """Return the requests with new tokens. A prefill engine returns its token when its leg ends; a decode engine
+        returns the first token when the leg joins the batch.
         """
         prefills = self._port_of(loop).prefill is not None
         named = done.finished if prefills else dict.fromkeys((*done.admitted, *done.generated, *done.finished))
         return {each: each.generated_tokens for each in named}
 
     def why_lost(self, loop: DrivenEngine, request: Any) -> str:
-        """Why a leg ended with an error, as SGLang begins to say it."""
+        """Return why a leg ended with an error: the beginning of SGLang's message."""
         if self._port_of(loop).prefill is not None:
             return f"Prefill {'transfer' if request.generated_tokens else 'bootstrap'} failed for request"
         return "Decode transfer failed for request"
 
     def step(self, loop: DrivenEngine) -> None:
-        """End a step of an engine."""
+        """Run the pair's part at the end of a step of an engine."""
         port: SglangPort = loop.engine.worker.pair
         before = port.state
         port.expire(self.now_s)
         if port.state != before:
             loop.rouse()
         if not self._holds and port.rooms.at(port.now_s):
-            for rank in port.ranks:  # they share rooms
+            for rank in port.ranks:  # all ranks share rooms
                 for each in (rank, *rank.askers):
                     self._rouse(each)
         for each in port.take_news():
@@ -589,11 +593,11 @@ class RoomPairs(ServedPairs):
         return False
 
     def _arrives(self, place: Place, transfer: Any, ok: bool) -> None:
-        """Nothing is held here: rooms have their own link."""
+        """Do nothing: transfers of rooms use a separate link."""
 
     @property
     def rooms(self) -> list[tuple[int, int, int, str]]:
-        """Each room that a leg came with: prefill worker, rank, room, and "prefill" or "decode"."""
+        """Each room that a leg named: prefill worker, rank, room, and "prefill" or "decode"."""
 
         async def look() -> list[tuple[int, int, int, str]]:
             firsts = [(worker, port) for (worker, rank), port in self._ports.items() if not rank]  # ranks share them
@@ -608,10 +612,10 @@ def _place_of(loop: DrivenEngine) -> Place:
 
 
 def pairs_of(thread: LoopThread, roles: Mapping[int, Role], network: Network, model: Model, seed: int) -> ServedPairs:
-    """Make the pairs of a server, by how its workers hand over.
+    """Make the pairs of a server for its workers' kind of hand-over.
 
     Raises:
-        ValueError: they hand over in several ways.
+        ValueError: workers have different kinds of hand-over.
     """
     ways = dict.fromkeys(role.pair.hand_over for role in roles.values())
     if len(ways) > 1:

@@ -1,6 +1,6 @@
-"""What a server has for its control API, the command and the plugin: `KvServer.inside`.
+"""The interface of a server for its control API, the command and the plugin: `KvServer.inside`.
 
-What waits for something is awaited in the server's own loop.
+Methods that wait are awaited in the server's event loop.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ if TYPE_CHECKING:
 
 
 class ServerInside:
-    """The side of a server that is for the rest of the package.
+    """The interface of a server for the rest of the package.
 
     Args:
-        thread: runs the server's loop.
-        served: what `ready_line` says of what is served.
-        made_token: the token of the control API that was made; None: none was.
+        thread: runs the server's event loop.
+        served: the part of `ready_line` that describes the served engines.
+        made_token: the generated token of the control API; None if none was generated.
 
     Attributes:
-        thread: as above.
+        thread: runs the server's event loop.
         ports: each worker with its ports, by its id.
-        control_url: where the control API listens; None: nowhere.
+        control_url: the URL of the control API; None if there is none.
         open_changed: set when a request opens or ends.
         closed: whether the server is closed.
-        pairs: what passes between engines with roles; None: there are none.
+        pairs: the P/D pairs; None if engines have no roles.
     """
 
     def __init__(self, thread: LoopThread, served: Mapping[str, Any], made_token: str | None) -> None:
@@ -48,19 +48,19 @@ class ServerInside:
         self.pairs: ServedPairs | None = None
 
     def check_open(self) -> None:
-        """Raise if the server is closed.
+        """Check that the server is not closed.
 
         Raises:
-            ValueError: it is.
+            ValueError: it is closed.
         """
         if self.closed:
             raise ValueError("this KvServer is closed")
 
     def port(self, worker: int) -> ServedWorker:
-        """A worker, with its ports.
+        """Return a worker with its ports.
 
         Raises:
-            ValueError: there is no such worker, or the server is closed.
+            ValueError: an unknown worker, or the server is closed.
         """
         self.check_open()
         found = self.ports.get(worker) if is_integer(worker) else None
@@ -71,9 +71,7 @@ class ServerInside:
         return found
 
     def ready_line(self) -> dict[str, Any]:
-        """Return what the command prints when it is ready: the addresses of all, as others are given them, and what
-        is served.
-        """
+        """Return the content of the command's ready line: all advertised addresses, and what is served."""
         return {
             **self._served,
             "control": self.control_url,
@@ -95,11 +93,11 @@ class ServerInside:
 
     @property
     def num_open(self) -> int:
-        """How many requests (choices) are open now."""
+        """Number of open requests (choices)."""
         return sum(loop.num_open for port in self.ports.values() for loop in port.loops)
 
     async def await_requests(self, open: int, timeout: float = WAIT_S) -> None:  # noqa: A002, ASYNC109 - as its twin
-        """Wait for requests, in the server's loop."""
+        """Wait until `open` requests are open, in the server's event loop."""
         __tracebackhide__ = True
         check_integer("wait_requests: open", open, 0)
         check_number("wait_requests: timeout", timeout)
@@ -112,7 +110,7 @@ class ServerInside:
             raise TimeoutError(f"{self.num_open} requests are open after {timeout:g} s, {open} were waited for")
 
     async def await_step(self, n: int = 1, worker: int | None = None) -> None:
-        """Do what `step` does, in the server's loop. Who is cancelled takes back the passes that have not run."""
+        """Do what `step` does, in the server's event loop. A cancelled call withdraws the passes that have not run."""
         check_integer("step: n", n, 1)
         ports = list(self.ports.values()) if worker is None else [self.port(worker)]
         loops = [loop for port in ports for loop in port.loops if loop.held]
@@ -127,15 +125,15 @@ class ServerInside:
             raise
 
     async def await_subscribed(self, subscribers: int = 1, timeout: float = WAIT_S) -> None:  # noqa: ASYNC109 - as its twin
-        """Wait for subscribers, in the server's loop."""
+        """Wait for subscribers, in the server's event loop."""
         __tracebackhide__ = True
         publishers = [port.publisher for port in self.ports.values()]
         await asyncio.gather(*(each.await_subscribed(subscribers, timeout) for each in publishers))
 
     @property
     def faults_left(self) -> list[str]:
-        """The faults, answers and cuts that were asked for and did not strike as often as they should; a test of
-        `kv_server` fails by them.
+        """The requested faults, answers and cuts that were applied less often than requested; they fail a test that
+        uses `kv_server`.
         """
         faults: list[tuple[int, WireFaults | LoadFaults]] = []
         for worker, port in self.ports.items():
@@ -145,14 +143,12 @@ class ServerInside:
 
     @property
     def answers_left(self) -> list[str]:
-        """Of these the answers and cuts alone."""
+        """The requested answers and cuts among `faults_left`."""
         return [f"worker {worker}: {text}" for worker, port in self.ports.items() for text in port.planned.unused]
 
     @property
     def broken(self) -> list[str]:
-        """What is broken: of each such worker and rank why, by what its engine raised. A test of `kv_server` fails
-        by it.
-        """
+        """Each broken worker and rank, with the exception of its engine; they fail a test that uses `kv_server`."""
         return [
             f"worker {worker} rank {rank} is broken: {loop.error}"
             for worker, port in self.ports.items()
@@ -161,8 +157,8 @@ class ServerInside:
         ]
 
     def halt(self) -> None:
-        """Run no further pass, and close what others see, at once; engines and threads stay as they are: for a
-        process that ends now.
+        """Run no further pass, and close all connections and publishers at once, for a process that ends now. Engines
+        and threads are not cleaned up.
         """
 
         async def cut() -> None:

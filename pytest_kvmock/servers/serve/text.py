@@ -1,7 +1,7 @@
-"""Text and tokens of a served engine: one token a byte, so that any language makes the same tokens in one line.
+"""Text and tokens of a served engine: one token per byte, so that any language can make the same tokens in one line.
 
-The chat template writes `<role>content</>` for each message and `<assistant>` at the end, so that the tokens of a
-longer chat begin with those of the shorter one and of its answer.
+The chat template writes `<role>content</>` for each message and `<assistant>` at the end. So the tokens of a longer
+chat begin with those of the shorter chat and its answer.
 """
 
 from __future__ import annotations
@@ -15,25 +15,25 @@ from typing import Any, Final
 from pytest_kvmock.values.tokens import block_hashes
 
 VOCABULARY: Final = 256
-"""Token ids: the bytes of UTF-8."""
+"""Number of token ids, which are the bytes of UTF-8."""
 
 TEMPLATE: Final = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}</>{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
-"""The chat template, as tokenizers of Hugging Face have it."""
+"""The chat template, in the form of Hugging Face tokenizers."""
 
 LETTERS: Final = "abcdefghijklmnopqrstuvwxyz"
-"""What is generated, and what texts of tests are made of."""
+"""The characters of generated tokens and of generated texts for tests."""
 
 
 def encode(text: str) -> tuple[int, ...]:
-    """Return the tokens of a text, one a byte of its UTF-8; a lone surrogate counts as U+FFFD."""
+    """Return the tokens of a text, one per byte of its UTF-8; a lone surrogate becomes "?"."""
     return tuple(text.encode(errors="replace"))
 
 
 def decode(tokens: Iterable[int]) -> str:
-    """Return the text of tokens; one that is no byte is U+FFFD, and so is what is no UTF-8."""
+    """Return the text of tokens; tokens that are no bytes, and invalid UTF-8, become U+FFFD."""
     out: list[str] = []
     run = bytearray()
     for token in tokens:
@@ -46,18 +46,18 @@ def decode(tokens: Iterable[int]) -> str:
 
 
 def chat_text(messages: Iterable[Mapping[str, Any]], *, generates: bool = True) -> str:
-    """Return the text of a chat by the template.
+    """Return the text of a chat, made with the template.
 
     Args:
-        messages: each with role and content, which is a text, a list of parts with a text each, or None.
-        generates: whether the answer follows.
+        messages: the messages, each with a role and a content: a text, a list of parts with texts, or None.
+        generates: whether to end with the beginning of the answer.
     """
     parts = [f"<{message['role']}>{content_text(message.get('content'))}</>" for message in messages]
     return "".join(parts) + ("<assistant>" if generates else "")
 
 
 def content_text(content: object) -> str:
-    """Return the text of a message's content; of parts that are no text, their type in brackets."""
+    """Return the text of a message's content; a part without text becomes its type in brackets."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -69,7 +69,7 @@ def content_text(content: object) -> str:
 
 
 class Letters(Random):
-    """A source of tokens that are letters; as `EngineRequest` asks for random ones."""
+    """A source of tokens that are letters, with the interface of `Random` that `EngineRequest` uses."""
 
     def getrandbits(self, k: int, /) -> int:
         """Return the next token."""
@@ -78,22 +78,22 @@ class Letters(Random):
 
 
 def letters_of(seed: object, prompt: Sequence[int] | None) -> Letters:
-    """Return what a prompt is answered with: the same for one seed and prompt, whatever else runs."""
+    """Return the source of the tokens generated for a prompt; it only depends on seed and prompt."""
     tokens = prompt or ()
     return Letters(f"{seed}:{block_hashes(tokens, max(1, len(tokens)))}")
 
 
 def write_tokenizer(directory: Path) -> list[str]:
-    """Write the tokenizer as files of Hugging Face: byte-level BPE without merges, whose ids are the bytes.
+    """Write the tokenizer as Hugging Face files: byte-level BPE without merges, whose ids are the bytes.
 
     Args:
-        directory: where; it is made if it is not there.
+        directory: the folder; it is made if it is missing.
 
     Returns:
         The names of the files.
 
     Raises:
-        OSError: they cannot be written.
+        OSError: the files cannot be written.
     """
     directory.mkdir(parents=True, exist_ok=True)
     vocabulary = {_byte_character(byte): byte for byte in range(VOCABULARY)}
@@ -146,9 +146,7 @@ def write_tokenizer(directory: Path) -> list[str]:
 
 
 def _byte_character(byte: int) -> str:
-    """Return the character that stands for a byte in a byte-level vocabulary (GPT-2): itself where it can be
-    printed.
-    """
+    """Return the character for a byte in a byte-level vocabulary (GPT-2): the character itself if it is printable."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     if byte in printable:
         return chr(byte)

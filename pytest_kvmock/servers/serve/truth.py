@@ -1,4 +1,4 @@
-"""What is true of the caches behind a server: what a router should know, and how what it knows differs."""
+"""The true state of the caches behind a server: what a router should know, and how its knowledge differs."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 
 RouterAnswer: TypeAlias = Sequence[Mapping[str, int]] | Mapping[str, Any]
-"""What a router knows of a prompt: rows of blocks, or `blocks` and `last_batch` as `KvServer.expect` returns them."""
+"""A router's knowledge of a prompt: rows of blocks, or `blocks` and `last_batch` as `KvServer.expect` returns them."""
 
 
 class Difference(NamedTuple):
-    """How what a router knows differs from the truth.
+    """The difference between a router's knowledge and the truth.
 
     Attributes:
-        about: what it is about, in words.
-        text: what differs; "": nothing.
-        is_outdated: whether what differs is that the router answers by fewer batches than were published, or by more.
-        places: of each rank of which it knows another number of blocks than is held, worker, rank, both numbers, and
-            how that reads.
+        about: the prompt, in words.
+        text: the differences; "" if there are none.
+        is_outdated: whether the router's answer is based on another number of batches than were published.
+        places: for each rank with another number of blocks than held: worker, rank, the known and the held number, and
+            the text.
     """
 
     about: str
@@ -42,13 +42,13 @@ class Difference(NamedTuple):
 
 
 class Truth:
-    """What the workers of a harness hold, by the events that they published.
+    """The blocks that the workers of a harness hold, according to their published events.
 
     Args:
-        harness: whose workers.
+        harness: the harness.
 
     Attributes:
-        differences: what `check` found to differ.
+        differences: the differences that `check` found.
     """
 
     def __init__(self, harness: RouterHarness) -> None:
@@ -65,7 +65,7 @@ class Truth:
         return found[forms[0]] if len(forms) == 1 else of_each_form(found, harness.inside.streams)
 
     def held(self, prompt: Prompt) -> dict[int, int]:
-        """Return how many leading blocks each worker holds, the best rank of each; workers without any are absent."""
+        """Return how many leading blocks each worker's best rank holds; workers without any are absent."""
         found: dict[int, int] = {}
         with self._harness.publisher.lock:
             for (worker, _), blocks in self._scores(prompt).items():
@@ -84,27 +84,27 @@ class Truth:
             return {"blocks": rows, "last_batch": self.last_batches(), "tokens": list(prompt.tokens or ())}
 
     def last_batches(self) -> list[dict[str, int]]:
-        """Return of each worker and rank the number of its last batch."""
+        """Return the number of the last batch of each worker and rank."""
         return [
             {"worker": worker, "rank": rank, "number": publisher.batches(rank) - 1}
             for (worker, rank), publisher in self._batches.items()
         ]
 
     def numbered_by(self, publishers: Mapping[tuple[int, int], Any]) -> None:
-        """Take note of who numbers the batches of each worker and rank (`KvPublisher`)."""
+        """Set the publisher (`KvPublisher`) that numbers the batches of each worker and rank."""
         self._batches = publishers
 
     def compare(self, prompt: Prompt, answer: object, last_batch: object = None) -> Difference:
-        """Compare what a router knows of a prompt with the truth.
+        """Compare a router's knowledge of a prompt with the truth.
 
         Args:
-            prompt: which.
+            prompt: the prompt.
             answer: rows of `blocks`, or `blocks` and `last_batch` as `expect` returns them.
-            last_batch: rows of the batches up to which the answer is true, where it does not have them; None: up to
-                those of now.
+            last_batch: rows of the last batches that the answer covers, if it does not have them; None: the current
+                ones.
 
         Raises:
-            TypeError: what is given are no such rows.
+            TypeError: invalid rows.
         """
         if isinstance(answer, Mapping) and "blocks" in answer:
             last_batch = answer.get("last_batch", last_batch)
@@ -134,20 +134,20 @@ class Truth:
         return Difference(about, "; ".join(text for *_, text in places), places=places)
 
     def explained(self, prompt: Prompt, difference: Difference) -> Difference:
-        """Return a difference that says of each rank why: which batch said what is held, and what became of it."""
+        """Return a difference with the reason for each rank: the batch with the change, and the batch's fate."""
         if not difference.places:
             return difference
         size = self._harness.profile.block_size
         texts = []
         for worker, rank, known, held, text in difference.places:
             publisher = self._batches.get((worker, rank))
-            if publisher is not None and hasattr(publisher, "fate"):  # what is polled has no batches
+            if publisher is not None and hasattr(publisher, "fate"):  # polled events have no batches
                 text += f" ({reason(publisher, rank, prompt, size, known=known, held=held)})"  # noqa: PLW2901 - it says more
             texts.append(text)
         return difference._replace(text="; ".join(texts))
 
     def _outdated(self, numbers: Mapping[tuple[int, int], int], published: Mapping[tuple[int, int], int]) -> str:
-        """Return of which workers an answer is not up to the last batch; "" where it is of all."""
+        """Return the text of the workers whose last batch the answer does not match; "" if it matches all."""
         ranks = self._harness.profile.dp_size
         return "; ".join(
             f"worker {worker}{f' rank {rank}' if ranks > 1 else ''}: {_batches_text(answered, last)}"
@@ -156,7 +156,7 @@ class Truth:
         )
 
     def keep(self, prompt: Prompt, difference: Difference) -> str:
-        """Keep a difference for the verdict, if it is one, and return its text, which says why."""
+        """Keep a difference for the verdict, unless it is empty; return its text with the reasons."""
         difference = self.explained(prompt, difference)
         if difference.text:
             self.differences.append(f"{difference.about}: {difference.text}")
@@ -173,10 +173,10 @@ def _batches_text(answered: int, published: int) -> str:
 
 
 def _checked(name: str, rows: object, value: str, least: int) -> dict[tuple[int, int], int]:
-    """Return rows of numbers by worker and rank.
+    """Return rows as numbers by worker and rank.
 
     Raises:
-        TypeError: they are something else.
+        TypeError: invalid rows.
     """
     shape = f'[{{"worker": 0, "rank": 0, "{value}": 4}}]'
     if not isinstance(rows, list | tuple):
@@ -197,23 +197,22 @@ def _by_rank(rows: Sequence[Mapping[str, int]], value: str) -> dict[tuple[int, i
 
 
 def prompt_of(prompt: Prompt | TokenIds | str) -> Prompt:
-    """Return a prompt of what a test gives: tokens, or a text."""
+    """Return the prompt of tokens or a text."""
     return Prompt(encode(prompt)) if isinstance(prompt, str) else Prompt.of(prompt)
 
 
 class RouterChecks:
-    """The part of a `KvServer` that compares what a router knows with the truth.
+    """The part of a `KvServer` that compares a router's knowledge with the truth.
 
     Attributes:
-        truth: what the engines hold, and what was found to differ.
+        truth: the blocks that the engines hold, and the differences found.
     """
 
     truth: Truth
     inside: ServerInside
 
     def held(self, prompt: Prompt | TokenIds | str) -> dict[int, int]:
-        """Return how many leading blocks of a prompt each worker holds now, the best rank of each; workers without any
-        are absent.
+        """Return how many leading blocks of a prompt each worker's best rank holds now; workers without any are absent.
 
         Args:
             prompt: tokens, or a text.
@@ -221,14 +220,13 @@ class RouterChecks:
         return self.truth.held(prompt_of(prompt))
 
     def expect(self, prompt: Prompt | TokenIds | str) -> dict[str, Any]:
-        """Return what a router should know of a prompt once it has applied what was published so far.
+        """Return what a router should know of a prompt after it has applied all published events.
 
         Returns:
-            `blocks`: of each worker and rank that holds any, how many leading blocks, and of a hybrid model how many
-            tokens it would
-            reuse: a router may know less than is held there, down to that; `last_batch`: of each worker and rank the
-                number
-            of its last batch, -1 where there was none; `tokens`: the prompt's tokens.
+            `blocks`: a row for each worker and rank that holds any, with the number of leading blocks. For a hybrid
+            model a row also has the tokens that the engine would reuse; a router may know fewer blocks, down to that
+            number. `last_batch`: the number of the last batch of each worker and rank, -1 if there was none. `tokens`:
+            the prompt's tokens.
         """
         return self.truth.expect(prompt_of(prompt))
 
@@ -240,25 +238,25 @@ class RouterChecks:
         *,
         timeout: float = WAIT_S,
     ) -> str:
-        """Compare what a router knows of a prompt with the truth; see `assert_knows`, which fails where they differ.
+        """Compare a router's knowledge of a prompt with the truth; `assert_knows` fails if they differ.
 
         Args:
-            prompt: which.
-            blocks: rows as `expect` returns them, or `blocks` and `last_batch` as it returns them; or what asks the
-                router for these: it is called again until nothing differs, and the last answer counts. An
-                AssertionError of it counts as not yet.
-            last_batch: the batches up to which the rows are true, where the answer does not have them; None: those of
-                now. More that was published since is a difference.
+            prompt: the prompt.
+            blocks: rows as `expect` returns them, or `blocks` and `last_batch` as it returns them; or a function that
+                asks the router for these. The function is called until nothing differs, and the last answer counts; an
+                AssertionError counts as no answer yet.
+            last_batch: the last batches that the rows cover, if the answer does not have them; None: the current ones.
+                Batches published after them are a difference.
             timeout: for how many seconds the router is asked again.
 
         Returns:
-            What differs, which is kept for the verdict; "" where nothing does. Of each rank it says which batch said
-            what is held, whether a subscriber got that, what fault changed it on its way, and whether a replay had it.
+            The differences, which are kept for the verdict; "" if there are none. For each rank the text names the
+            batch with the change, whether a subscriber got it, the fault that changed it, and whether a replay had it.
 
         Raises:
-            TypeError: what is given are no such rows, or what asks is a coroutine function.
+            TypeError: invalid rows, or a coroutine function.
             ValueError: `timeout` is no finite number of at least 0.
-            Exception: whatever else the call raises.
+            Exception: whatever else the function raises.
         """
         asked, deadline = prompt_of(prompt), Deadline(timeout)
         if not callable(blocks):
@@ -278,10 +276,10 @@ class RouterChecks:
         ask: RouterAnswer | Callable[[], RouterAnswer],
         timeout: float = WAIT_S,
     ) -> None:
-        """Fail unless a router knows of a prompt what it should; `check` has the arguments.
+        """Fail unless a router knows what it should of a prompt; for the arguments see `check`.
 
         Raises:
-            AssertionError: it does not, at the end of the time; the message says what differs.
+            AssertionError: it still does not at the time limit; the message has the differences.
         """
         __tracebackhide__ = True
         text = self.check(prompt, ask, timeout=timeout)
@@ -290,8 +288,8 @@ class RouterChecks:
 
 
 def all_removed(harness: RouterHarness, worker: int, rank: int) -> list[RouterEvent]:
-    """Return Removed of all that a rank's events say is held: the last stored first, so that children come before
-    parents.
+    """Return Removed of all blocks that a rank holds according to its events, the last stored first, so that children
+    come before parents.
     """
     stream = harness.inside.streams.get((worker, rank))
     if stream is None:

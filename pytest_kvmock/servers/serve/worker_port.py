@@ -1,4 +1,4 @@
-"""A worker behind its HTTP ports: what comes in is answered by the face, or served by one of the ranks behind the port.
+"""A worker behind its HTTP ports: the face answers a request, or one of the ranks behind the port serves it.
 
 One subject: a worker as its clients see it. It has one port, or several (`HTTP_FORMS`).
 """
@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from pytest_kvmock.wire.sockets.kv_publisher import KvPublisher
 
 _POLLS: Final = frozenset({"/metrics", "/load", "/get_load", "/v1/loads"})
-"""Where routers poll the load of an engine."""
+"""The paths where routers poll the load of an engine."""
 
 Note = Callable[[int, int, Call, Prompt], ServedRequest]
-"""Notes a prompt that came in for a worker and a rank."""
+"""Records a prompt that arrived for a worker and a rank."""
 
 
 class WorkerPort:
@@ -46,25 +46,25 @@ class WorkerPort:
 
     Args:
         worker: its id.
-        model: what it serves.
+        model: the served model.
         loops: the ranks behind this port.
-        publisher: where the events of all ranks of the worker are sent.
-        listening: its socket, bound already.
-        network: where that is.
-        note: notes each prompt.
-        planned: what the next requests are answered with in place of being served, whichever port they come to.
-        max_queued: how many requests wait at most before it answers that it is busy; None: any number.
-        seed: of the names of requests.
+        publisher: sends the events of all ranks of the worker.
+        listening: its bound socket.
+        network: the address of the socket.
+        note: records each prompt.
+        planned: planned answers to the next requests of the worker, at any of its ports.
+        max_queued: maximum number of waiting requests; beyond it the answer is that the engine is busy. None: no limit.
+        seed: seed of the names of requests.
 
     Attributes:
-        worker: as above.
-        loops: as above.
-        ranks: their numbers in the whole deployment; clients name a rank by its place behind the port.
-        publisher: as above.
-        planned: as above.
+        worker: its id.
+        loops: the ranks behind this port.
+        ranks: the numbers of these ranks in the deployment; clients name a rank by its position behind the port.
+        publisher: sends the events of all ranks of the worker.
+        planned: planned answers to the next requests of the worker.
         port: the number of its port.
-        is_draining: whether it serves what it has, and takes nothing new.
-        pauses: whether it is paused, or asleep, and what it does then.
+        is_draining: whether it finishes open requests and takes no new ones.
+        pauses: its pauses and sleeps.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class WorkerPort:
         self.port: int = listening.getsockname()[1]
         self.is_draining = False
         self.pauses = ServedPauses(loops, self.reset_cache)
-        self._busy: set[web.RequestHandler] = set()  # connections that have a request now
+        self._busy: set[web.RequestHandler] = set()  # connections with an open request
         self._model = model
         self._network = network
         self._note = note
@@ -101,26 +101,24 @@ class WorkerPort:
 
     @property
     def url(self) -> str:
-        """Where it listens."""
+        """The advertised URL of the port."""
         return self._network.url(self.port)
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the events of each rank behind it are published, as others are given it; of those that are polled,
-        where they are asked for.
-        """
+        """The advertised endpoints of the events of each rank behind the port; for polled events, the URL of polls."""
         if self._model.release.is_polled:
             return [f"{self.url}/kv_cache_events"]
         return self._of_ranks(self.publisher.endpoints)
 
     @property
     def replay_endpoints(self) -> list[str]:
-        """Where each of these ranks is asked for replays; empty: nowhere."""
+        """The replay endpoint of each of these ranks; empty if there is none."""
         return self._of_ranks(self.publisher.replay_endpoints)
 
     @property
     def load_endpoints(self) -> list[str]:
-        """Where each of these ranks says its load; empty: nowhere."""
+        """The load endpoint of each of these ranks; empty if there is none."""
         loads = self.publisher.loads
         return [] if loads is None else self._of_ranks(loads.endpoints)
 
@@ -128,23 +126,23 @@ class WorkerPort:
         return [self._network.endpoint(each) for each in endpoints[self.ranks.start : self.ranks.stop]]
 
     def to_json(self) -> dict[str, Any]:
-        """Where it listens, and the ranks behind it by their numbers in the deployment, as the ready line says it."""
+        """Return its URL and the deployment's numbers of the ranks behind it, for the ready line."""
         return {"http": self.url, "ranks": list(self.ranks)}
 
     # ----------------------------------------------------------------------------------------------------- the port
 
     async def start(self) -> None:
-        """Listen, at the same port as before, and serve every request that comes.
+        """Listen, at the same port as before, and serve every request.
 
         Raises:
-            EndpointError: another has taken the port meanwhile.
+            EndpointError: another process has taken the port meanwhile.
         """
         self.planned.clear()
         self.is_draining = False
         if self._listening is None:
             self._listening = self._network.bound_socket(self.port)
         if self._runner is not None:
-            if not self._runner.sites:  # it has drained
+            if not self._runner.sites:  # it was drained
                 await web.SockSite(self._runner, self._listening).start()
             return
         server = self._server = web.Server(
@@ -160,7 +158,7 @@ class WorkerPort:
         await web.SockSite(self._runner, self._listening).start()
 
     async def stop(self) -> None:
-        """Listen no more; open connections are cut."""
+        """Stop listening, and cut open connections."""
         runner, self._runner = self._runner, None
         listening, self._listening = self._listening, None
         if runner is not None and self._server is not None:
@@ -169,11 +167,11 @@ class WorkerPort:
             listening.close()
 
     async def drain(self) -> None:
-        """Serve what is open, and refuse what is new, as its engine does when it is asked to end.
+        """Finish open requests and refuse new ones, as the engine does when it is asked to end.
 
-        vLLM (launcher.py: the server of HTTP is shut down) listens no more, and closes each connection once it has
-        nothing open. SGLang (tokenizer_manager.py: `sigterm_watchdog`) is not healthy from then on, goes on to take
-        requests, and ends once none is open.
+        vLLM (launcher.py: the HTTP server is shut down) stops listening, and closes each connection when it has no open
+        request. SGLang (tokenizer_manager.py: `sigterm_watchdog`) is unhealthy from then on, still takes requests, and
+        ends when none is open.
         """
         if self._runner is None or self.is_draining:
             return
@@ -188,16 +186,16 @@ class WorkerPort:
         await listen_no_more(self._runner, listening)
         for handler in list(self._server.connections):
             if handler in self._busy:
-                handler.close()  # once its request is over
+                handler.close()  # closes when its request has ended
             elif handler.transport is not None:
                 handler.transport.close()
 
     def cut(self) -> None:
-        """Cut all connections, as a process that dies does."""
+        """Cut all connections, as if the process died."""
         cut_all(self._server)
 
     def cut_off(self, reason: str) -> None:
-        """Cut all connections, and end all that is open with a reason."""
+        """Cut all connections, and end all open requests with a reason."""
         self.cut()
         for loop in self.loops:
             loop.fail(reason)
@@ -206,11 +204,11 @@ class WorkerPort:
 
     @property
     def error(self) -> str | None:
-        """Why its engine is broken, that of one of its ranks; None: none is."""
+        """Why the engine of one of its ranks is broken; None if none is."""
         return next((loop.error for loop in self.loops if loop.error is not None), None)
 
     def turn(self) -> None:
-        """Let the ranks turn their idle loops, in which they say their loads; one that is stopped says nothing."""
+        """Let idle ranks publish their loads, as their loops would; a stopped worker publishes nothing."""
         if self._runner is not None:
             for loop in self.loops:
                 if not loop.engine.is_in_pass:
@@ -218,14 +216,14 @@ class WorkerPort:
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Of a prefill engine of a P/D pair, where its bootstrap server listens; None: it has none."""
+        """The port of the bootstrap server of a prefill engine in a P/D pair; None if it has none."""
         pairs = self.loops[0].pairs
         found = None if pairs is None else pairs.bootstraps.get(self.worker)
         return None if found is None else found.port
 
     @property
     def role(self) -> str | None:
-        """What its engine is for in P/D pairs; None: it is in none."""
+        """The role of its engine in P/D pairs; None if it is in no pair."""
         return self._model.role
 
     def states(self) -> list[RankState]:
@@ -236,18 +234,18 @@ class WorkerPort:
         return states
 
     def reset_cache(self) -> bool:
-        """Empty the caches of its ranks; False, and nothing changes, while requests are open or one is broken."""
+        """Empty the caches of its ranks. If requests are open or a rank is broken, change nothing and return False."""
         return clear_all(self.loops, self.publisher)
 
     def number_adapter(self, name: str) -> None:
-        """Give an adapter that is loaded its next number, in these ranks."""
+        """Give a loaded adapter its next number, in these ranks."""
         for loop in self.loops:
             ids: LoraIds | None = getattr(loop.engine.worker.manager, "lora_ids", None)
             if ids is not None:
                 ids.load(name)
 
     def take_events(self) -> list[dict[str, Any]]:
-        """Return the events that wait to be polled, and forget them; none where they are sent."""
+        """Return the events that wait to be polled, and drop them; empty if events are sent."""
         if not self._model.release.is_polled:
             return []
         polled: Any = self.publisher
@@ -255,11 +253,11 @@ class WorkerPort:
         return rows
 
     def hash_algo(self) -> str:
-        """Return what names the blocks of TensorRT-LLM's events; V1 has one algorithm."""
+        """Return the hash algorithm that names the blocks of TensorRT-LLM's events; V1 has only one."""
         return getattr(self.loops[0].engine.worker.manager, "hash_algo", "v1_block_key")
 
     def event_sources(self) -> list[dict[str, Any]]:
-        """Return of each rank where its events are published."""
+        """Return where the events of each rank are published."""
         endpoints = self.endpoints
         replays: Sequence[str | None] = self.replay_endpoints or [None] * len(endpoints)
         loads: Sequence[str | None] = self.load_endpoints or [None] * len(endpoints)
@@ -293,9 +291,9 @@ class WorkerPort:
             body = await request.read()
         except web.HTTPRequestEntityTooLarge:
             return _response(self._face.refusal(BadRequest("Request body is too large", status=413)))
-        except web.RequestPayloadError as error:  # compressed, it says, and is not
+        except web.RequestPayloadError as error:  # declared as compressed, but is not
             return _response(self._face.refusal(BadRequest(f"The body cannot be read: {error}")))
-        # Bytes that are no UTF-8 would be half a pair of UTF-16, which no answer can hold.
+        # Invalid UTF-8 would become lone surrogates, which no answer can encode.
         headers = {name.lower(): value.encode("utf-8", "replace").decode() for name, value in request.headers.items()}
         call = Call(request.method, request.path, headers, body, dict(request.query))
         if call.path in _POLLS and (failed := self.planned.take_poll()) is not None:
@@ -334,13 +332,13 @@ class WorkerPort:
             if self.pauses.paused is not None:
                 return _response(self._refused(rows, self.pauses.refusal()))
             job = Job(asked, rows)
-            for loop in loops:  # several only where prompts have rooms at several ranks
+            for loop in loops:  # several only if prompts have rooms at several ranks
                 loop.submit(job, prompts, [at for at, rank in enumerate(ranks) if self.loops[rank] is loop])
         except OutOfBlocks as error:
             return _response(self._refused(rows, BadRequest(str(error))))
         except PairRefused as error:
             return _response(self._refused(rows, BadRequest(str(error), kind="BadRequest")))
-        except ValueError as error:  # what its engine names no blocks by: an adapter, or a salt
+        except ValueError as error:  # an adapter or salt that the engine does not support
             return _response(self._face.refusal(BadRequest(str(error))))
         encoder = Encoder(asked, self._model.name, int(time.time()), hands_over=self._model.hands_over)
         was_cut = False
@@ -353,11 +351,10 @@ class WorkerPort:
             raise
         finally:
             for row in rows:
-                row.aborted = (
-                    row.status is None
-                )  # the client went, or an engine that restarts, stops or dies cut it off
+                # The client disconnected, or the engine restarted, stopped or cut the connection.
+                row.aborted = row.status is None
                 row.called_off = row.aborted and job.failure is None and not was_cut
-            if not job.is_over or len(loops) > 1:  # where one rank has ended it, others go on
+            if not job.is_over or len(loops) > 1:  # if one rank has ended it, others may still run
                 for loop in loops:
                     loop.abort(job)
 
@@ -377,8 +374,8 @@ class WorkerPort:
         return answer
 
     def _ranks_of(self, asked: Generate) -> list[int]:
-        """The rank that serves each prompt: the one that was asked for; of a prefill engine of SGLang's, that of its
-        room; else the one with the least open requests.
+        """Return the rank that serves each prompt: the requested rank; or, for a prefill engine of SGLang, that of the
+        room; or else the rank with the fewest open requests.
         """
         pairs, rank = self.loops[0].pairs, asked.rank
         if rank is None and pairs is not None and self._model.role == "prefill":
@@ -401,7 +398,7 @@ class WorkerPort:
     async def _stream(
         self, request: web.BaseRequest, job: Job, encoder: Encoder, cut: int | None
     ) -> web.StreamResponse:
-        """Send an answer in parts; of one that is cut, a number of chunks, and never its end."""
+        """Send an answer in parts. If it is to be cut, send only `cut` chunks, and never the end."""
         response = web.StreamResponse(headers={"Content-Type": SSE, "Cache-Control": "no-cache"})
         await response.prepare(request)
         started: set[int] = set()
@@ -440,15 +437,15 @@ class ServedWorker:
     """A worker behind one HTTP port or several.
 
     Args:
-        ports: these, in the order of their ranks; one at least.
+        ports: the ports, in the order of their ranks; at least one.
 
     Attributes:
-        ports: as above.
+        ports: the ports.
         worker: its id.
         loops: its ranks.
-        publisher: where its events are sent.
-        planned: what the next requests are answered with in place of being served, whichever port they come to.
-        role: what its engine is for in P/D pairs; None: it is in none.
+        publisher: sends its events.
+        planned: planned answers to the next requests, at any of its ports.
+        role: the role of its engine in P/D pairs; None if it is in no pair.
     """
 
     def __init__(self, ports: Sequence[WorkerPort]) -> None:
@@ -461,14 +458,14 @@ class ServedWorker:
 
     @property
     def url(self) -> str:
-        """Where it listens: the port of its first rank."""
+        """The advertised URL of its first port."""
         return self.ports[0].url
 
     def port_of(self, rank: int) -> WorkerPort:
-        """The port that a rank stands behind, by its number in the deployment.
+        """Return the port of a rank, given by its number in the deployment.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: an unknown rank.
         """
         if check_integer("rank", rank, 0) >= len(self.loops):
             raise ValueError(f"rank must be below {len(self.loops)}, the ranks of worker {self.worker}; got {rank}")
@@ -476,19 +473,17 @@ class ServedWorker:
 
     @property
     def endpoints(self) -> list[str]:
-        """Where the events of each rank are published, as others are given it; of those that are polled, where they
-        are asked for.
-        """
+        """The advertised endpoints of the events of each rank; for polled events, the URLs of polls."""
         return self._of_each(lambda port: port.endpoints)
 
     @property
     def replay_endpoints(self) -> list[str]:
-        """Where each rank is asked for replays; empty: nowhere."""
+        """The replay endpoint of each rank; empty if there is none."""
         return self._of_each(lambda port: port.replay_endpoints)
 
     @property
     def load_endpoints(self) -> list[str]:
-        """Where each rank says its load; empty: nowhere."""
+        """The load endpoint of each rank; empty if there is none."""
         return self._of_each(lambda port: port.load_endpoints)
 
     def _of_each(self, what: Callable[[WorkerPort], list[str]]) -> list[str]:
@@ -496,37 +491,37 @@ class ServedWorker:
 
     @property
     def bootstrap_port(self) -> int | None:
-        """Of a prefill engine of a P/D pair, where its bootstrap server listens; None: it has none."""
+        """The port of the bootstrap server of a prefill engine in a P/D pair; None if it has none."""
         return self.ports[0].bootstrap_port
 
     # ---------------------------------------------------------------------------------------------- what it does
 
     async def start(self) -> None:
-        """Listen, at the same ports as before, and serve every request that comes.
+        """Listen, at the same ports as before, and serve every request.
 
         Raises:
-            EndpointError: another has taken a port meanwhile.
+            EndpointError: another process has taken a port meanwhile.
         """
         for port in self.ports:
             await port.start()
 
     async def stop(self) -> None:
-        """Listen no more; open connections are cut."""
+        """Stop listening, and cut open connections."""
         for port in self.ports:
             await port.stop()
 
     async def drain(self) -> None:
-        """Serve what is open, and refuse what is new; see `WorkerPort.drain`."""
+        """Finish open requests and refuse new ones; see `WorkerPort.drain`."""
         for port in self.ports:
             await port.drain()
 
     def cut(self) -> None:
-        """Cut all connections, as a process that dies does."""
+        """Cut all connections, as if the process died."""
         for port in self.ports:
             port.cut()
 
     def cut_off(self, reason: str) -> None:
-        """Cut all connections, and end all that is open with a reason."""
+        """Cut all connections, and end all open requests with a reason."""
         for port in self.ports:
             port.cut_off(reason)
 
@@ -534,7 +529,7 @@ class ServedWorker:
         """Restart the engine, announced: it is empty, its connections are cut, its batches begin with 0.
 
         Raises:
-            ValueError: it is broken; nothing has changed.
+            ValueError: the engine is broken; nothing has changed.
         """
         error = next((port.error for port in self.ports if port.error is not None), None)
         if error is not None:
@@ -548,21 +543,21 @@ class ServedWorker:
             self.publisher.loads.restart()
 
     def reset_cache(self) -> bool:
-        """Empty the cache of all ranks; False, and nothing changes, while requests are open, or where it is broken."""
+        """Empty the caches of all ranks. If requests are open or a rank is broken, change nothing and return False."""
         return clear_all(self.loops, self.publisher)
 
     def turn(self) -> None:
-        """Let the ranks turn their idle loops, in which they say their loads; one that is stopped says nothing."""
+        """Let idle ranks publish their loads; see `WorkerPort.turn`."""
         for port in self.ports:
             port.turn()
 
 
 def clear_all(loops: Sequence[EngineLoop], publisher: KvPublisher) -> bool:
-    """Empty the caches of ranks; False, and nothing changes, while requests are open, or where one is broken."""
+    """Empty the caches of ranks. If requests are open or a rank is broken, change nothing and return False."""
     if any(loop.error is not None or loop.num_open or loop.engine.worker.requests for loop in loops):
         return False
     with publisher.step():
-        cleared = [loop.clear() for loop in loops]  # of each, whatever others say
+        cleared = [loop.clear() for loop in loops]  # a list, so that every rank is cleared
     return all(cleared)
 
 
@@ -577,11 +572,11 @@ def _response(answer: Answer, headers: Mapping[str, str] = {}, *, is_head: bool 
 
 
 class _CutOff(ConnectionResetError):  # noqa: N818 - it is what was asked for
-    """A connection was cut, as the test asked for."""
+    """Raised if a connection was cut because the test requested it."""
 
 
 def _cut_off(request: web.BaseRequest) -> _CutOff:
-    """Cut the connection of a request, and return what its handler raises then."""
+    """Cut the connection of a request; return the exception for its handler to raise."""
     if request.transport is not None:
         request.transport.abort()
     return _CutOff()
@@ -597,7 +592,7 @@ def _note_status(job: Job) -> None:
 
 
 def _usage(job: Job) -> Usage:
-    """Return what a request used: each prompt once, the output of all choices."""
+    """Return the usage of a request: each prompt once, and the output of all choices."""
     n = job.asked.n
     firsts = job.choices[::n]
     return Usage(
