@@ -1,6 +1,6 @@
 """The table of options on the command line and in the ini file, with the check of each.
 
-`settings.py` reads their values.
+One subject: the settings of a user. `settings.py` reads their values.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Handles, which own blocks: the transitions of a block's state, its metadata and payload, and its return.
 
-This module has the operations on one block. A `MutableBlock` is the only owner of its block and fills it;
+One subject: the operations on one block. A `MutableBlock` is the only owner of its block and fills it;
 `ImmutableBlock`s share a registered block. A handle returns its block when it is closed, at the end of its `with`, or
 when Python drops it, as in the original.
 

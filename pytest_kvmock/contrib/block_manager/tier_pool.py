@@ -1,6 +1,6 @@
 """The pool of one tier: allocation, registration, matching, and the return of blocks (dynamo-llm 0.2.1, `BlockPool`).
 
-This module tracks the owner of each block of a tier. A block is in exactly one place: free (Reset, in the pool),
+One subject: the owner of each block of a tier. A block is in exactly one place: free (Reset, in the pool),
 inactive (Registered, in the pool, evictable), active (owned by a handle), or returning (returned, waiting for
 `flush()`). A pool is used from one thread. Its requests return at once; the awaitable ones have the original's names,
 and behave like their `_blocking` forms.

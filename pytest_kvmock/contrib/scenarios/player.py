@@ -1,6 +1,6 @@
 """Plays a scenario on a harness, step by step, and stops at the first expectation that is not met.
 
-This module defines what each step does, and what each expectation checks.
+One subject: what each step does, and what each expectation checks.
 """
 
 from __future__ import annotations

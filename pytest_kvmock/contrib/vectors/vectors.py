@@ -14,7 +14,7 @@ Its subfolders have more sets of the same files: `ranks` with two data-parallel 
 that agree in a part, `keys` with prompts that carry the adapter, salt and multimodal items which the dialect can
 express, and in vLLM's newest dialect sets of hybrid models.
 
-This module makes a set of vectors, from its traffic to its files.
+One subject: a set of vectors, from its traffic to its files.
 """
 
 from __future__ import annotations

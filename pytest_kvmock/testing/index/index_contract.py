@@ -1,6 +1,6 @@
 """The promises of every router index, as tests that an index's test class inherits.
 
-One class, with one test for each promise.
+One subject, one class: a test for each promise.
 """
 
 from __future__ import annotations

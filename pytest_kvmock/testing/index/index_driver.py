@@ -1,6 +1,6 @@
 """Drives an index under contract: events and look-ups, for prompts written as letters.
 
-This module calls the index, and writes the message when it is wrong.
+One subject: the calls of the index, and the message when it is wrong.
 
 PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """

@@ -1,6 +1,6 @@
 """The promises of every block manager that takes moves, as tests that a manager's test class inherits.
 
-One class, with one test for each promise.
+One subject, one class: a test for each promise.
 
 PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """

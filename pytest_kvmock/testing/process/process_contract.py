@@ -1,7 +1,7 @@
 """The promises of every router process, as tests that a process's test class inherits: its beliefs are right, and it
 passes on what it receives.
 
-This module has the promises. `process_subject` has the declarations of a process, `process_judge` the common parts of
+One subject: the promises. `process_subject` has the declarations of a process, `process_judge` the common parts of
 the tests, and `process_world` engines behind sockets, the process, and the requests to it.
 """
 

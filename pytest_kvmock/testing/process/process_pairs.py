@@ -1,6 +1,6 @@
 """Promises of a router process in front of P/D pairs: two legs per request that meet and leave nothing behind.
 
-This module has the scenes of pairs, and the checks of each.
+One subject: the scenes of pairs, and the checks of each.
 
 PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """

@@ -1,7 +1,7 @@
 """The world of one test of a `ProcessContract`: engines behind sockets, the process in front of them, and the requests
 to both.
 
-This module has the actions of a test: on engines, through the process and past it.
+One subject: the actions of a test, on engines, through the process and past it.
 
 PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """

@@ -1,7 +1,7 @@
 """The promises of every router, as tests that a router's test class inherits: it serves all requests and believes
 nothing wrong.
 
-This module has the scenes, and the checks of each.
+One subject: the scenes, and the checks of each.
 """
 
 from __future__ import annotations

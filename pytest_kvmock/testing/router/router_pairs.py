@@ -1,6 +1,6 @@
 """Scenes of the contract of routers for P/D pairs: two picks per request, and two legs that must meet.
 
-This module has the scenes, and the checks of each.
+One subject: the scenes, and the checks of each.
 
 PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """

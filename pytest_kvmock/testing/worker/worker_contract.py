@@ -1,6 +1,6 @@
 """The promises of every engine that serves requests, as tests that a backend's test class inherits.
 
-One class, with one test for each promise.
+One subject, one class: a test for each promise.
 
 PYTEST_DONT_REWRITE: each message is complete; pytest would add the condition below it.
 """
