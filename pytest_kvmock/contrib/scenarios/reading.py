@@ -1,4 +1,7 @@
-"""Reads `Scenario` values from a scenario file. One subject: any mistake in it is one error with file, line and column."""
+"""Reads `Scenario` values from a scenario file.
+
+One subject: any mistake in it is one error with file, line and column.
+"""
 
 from __future__ import annotations
 
