@@ -1,4 +1,4 @@
-"""Prompts with an adapter, a salt, multimodal items or a session: block names, events, overlap and verdict by engine."""
+"""Prompts with an adapter, a salt, multimodal items or a session: names, events, overlap and verdict by engine."""
 
 import asyncio
 import dataclasses
@@ -45,7 +45,7 @@ KEYS = (
 
 
 def stored_by(kv):
-    """Return the Stored events as they arrived; of several caches only the attention group's, with whole blocks only."""
+    """Return the Stored events as they arrived; of several caches the attention group's whole blocks only."""
     stored = [entry.event for entry in kv.events if isinstance(entry.event.event.data, Stored)]
     whole = [event for event in stored if all(len(ids) == kv.profile.block_size for ids in event.token_ids)]
     return [event for event in whole if is_attention_group(event.extra)]
