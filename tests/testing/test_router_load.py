@@ -242,7 +242,7 @@ def test_a_router_that_avoids_cached_prefixes_fails(make, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [RoundRobin, LeastLoaded, MostCached, TwoChoices, Scorers, FirstBlock, Stretched])
-def test_a_router_that_ignores_caches_is_like_a_random_one(make):
+def test_a_router_that_ignores_caches_passes_like_a_random_one(make):
     assert failure_of(contract(make), AVOIDS) is None
 
 
@@ -316,7 +316,7 @@ def test_no_prompt_is_shorter_than_a_block_of_one_token():
 
 @pytest.mark.parametrize("block_size", [2, 128])
 @pytest.mark.parametrize("name", [name for name in dir(EverydayLoad) if name.startswith("test_")])
-def test_blocks_may_be_of_any_size(name, block_size):
+def test_load_tests_work_with_any_block_size(name, block_size):
     right = of_workers(RightRouter, block_size=block_size, selector=DynamoRouter("1.2.1"))
     assert failure_of(right, name) is None
 
