@@ -196,7 +196,7 @@ def test_requests_left_open_by_a_failing_body_are_not_what_is_reduced(nested):
         ("strict=True", ["--runxfail"]),
     ],
 )
-def test_a_failure_that_no_xfail_mark_expects_is_cut_down(nested, mark, args):
+def test_a_failure_that_no_xfail_mark_expects_is_cut(nested, mark, args):
     result = nested(f"@pytest.mark.xfail({mark})" + LARGE + "    assert 0\n", *args)
 
     result.assert_outcomes(failed=1)

@@ -456,5 +456,5 @@ def test_each_name_of_the_originals_has_ours_or_a_reason():
     [("Stored.parent_hash", True), ("KvManager.num_blocks", True), ("kv_worker", True), ("kv_backends", True)]
     + [(name, False) for name in ("Stored.parent", "nothing", "moves.Free", "KvManager.capacity", "kv_free")],
 )
-def test_a_name_that_is_not_there_is_found_out(name, expected):
+def test_the_check_of_names_finds_a_missing_name(name, expected):
     assert exists(name) == expected

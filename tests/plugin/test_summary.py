@@ -198,7 +198,7 @@ UNDER_XDIST = (
 
 @worth_its_time
 @pytest.mark.parametrize("name", few(UNDER_XDIST))
-def test_the_line_is_the_same_under_xdist(nested, name):
+def test_the_summary_line_is_the_same_under_xdist(nested, name):
     source, line = RUNS[name]
 
     assert line == line_of(nested(source, "-n", "2", plugins=["xdist"]))
