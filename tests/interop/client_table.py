@@ -1,4 +1,6 @@
-"""What Dynamo's standalone indexer does with each dialect: it "recovers" missed events, only "decodes", or neither ("-")."""
+"""What Dynamo's standalone indexer does with each dialect: it "recovers" missed events, only "decodes", or neither
+("-").
+"""
 
 RELEASES = ("1.3.1", "1.6.1")
 

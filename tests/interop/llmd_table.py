@@ -1,4 +1,4 @@
-"""What llm-d's client does with each dialect: whether it decodes it, and finds the blocks of a LoRA adapter by its name.
+"""What llm-d's client does with each dialect: whether it decodes it, and finds a LoRA adapter's blocks by its name.
 
 Columns: 0.5.0; 0.9.0 with its decoder for vLLM; 0.9.0 with its decoder for SGLang; LoRA in 0.9.0 with that for vLLM.
 """

@@ -254,7 +254,7 @@ class LeafFirstStream(AnyStream):
 
 
 def run_leaf_first(core, seed, counts, *, steps=60, queries=4):
-    """Run one leaf-first seed against 1.6.1, without `early_exit`; compare error and matches of each step, and the dump.
+    """Run one leaf-first seed against 1.6.1, without `early_exit`; compare each step's error and matches and the dump.
 
     Raises:
         DifferenceError: there is a difference.

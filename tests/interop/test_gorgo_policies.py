@@ -1,4 +1,4 @@
-"""The fifteen policies of gorgo-lb pass the contract of routers; a line each, at most, declares what they do on purpose.
+"""The fifteen policies of gorgo-lb pass the contract of routers; at most a line each declares what they do on purpose.
 
 The tests supply what the reference proxy of the policies keeps: a trie of the requests sent, its own count of open
 tokens and requests, and metrics of the engines, which the candidates have. All replicas are one network hop away, so

@@ -72,7 +72,7 @@ class Fleet:
             model.register(worker, publisher)
 
     def serve(self, rounds):
-        """Serve entirely or partly new prompts on each rank of each worker, in a batch each, with evictions and copies."""
+        """Serve wholly or partly new prompts on each rank of each worker, a batch each, with evictions and copies."""
         for number in range(rounds):
             for worker, publisher in zip(WORKERS, self.publishers, strict=True):
                 for rank in range(publisher.ranks):

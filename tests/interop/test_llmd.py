@@ -1,4 +1,4 @@
-"""llm-d's client of KV events subscribes to our publishers in every dialect, if its program is built (`llmd_client.py`).
+"""llm-d's client of KV events subscribes to our publishers, in every dialect, if it is built (`llmd_client.py`).
 
 A table records what it decodes. Apart from that, its answers must equal those of an index of sets that gets the raw
 stream: the client does not count copies, requests no replay, and merges the ranks of a pod.

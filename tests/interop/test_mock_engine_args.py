@@ -1,4 +1,4 @@
-"""`MockEngineArgs` and `InterpolatedModel` against those of ai-dynamo-runtime 1.2.1: accepted arguments, JSON, times."""
+"""`MockEngineArgs` and `InterpolatedModel` against those of ai-dynamo-runtime 1.2.1: what is accepted, JSON, times."""
 
 import json
 import random
@@ -211,7 +211,7 @@ def write_profile(path, arrays):
 
 
 def profile(rnd):
-    scale = rng.choice([1, 1e6, 1e12])  # large times show more bits
+    scale = rnd.choice([1, 1e6, 1e12])  # large times show more bits
 
     def axis(most):
         return [each + rnd.choice([0, rnd.random()]) for each in sorted(rnd.sample(range(1, most), rnd.randint(2, 5)))]
