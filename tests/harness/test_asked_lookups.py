@@ -156,7 +156,7 @@ def test_a_lookup_is_not_compared_with_sync_end():
         assert kv.overlap(OTHER) == {0: 1}
 
 
-def test_a_bounded_index_may_return_less_and_never_more():
+def test_a_bounded_index_may_return_less_but_never_more():
     lies = (STORED, {}), (OTHER, {(0, 0): 1})
     kv = RouterHarness(SIZES, "lineage", IndexUnderTest(lying(Sound, *lies), bounded=2), sync="burst")
     for first in range(0, 40, 8):
@@ -203,7 +203,7 @@ def test_a_lost_event_is_no_drift():
 
 
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_qwen3_next"])
-def test_a_hybrid_lookup_may_return_less_than_is_held_and_not_less_than_is_reused(backend):
+def test_a_hybrid_lookup_may_return_less_than_is_held_but_not_less_than_is_reused(backend):
     shared = list(range(32 * 4))
     asked = [*shared, *range(500, 508)]
 

@@ -486,7 +486,7 @@ class AnyName(ByTokens):
 
 
 @pytest.mark.parametrize("kind", [ByPlace, ByName, WithoutADefault, AnyName])
-def test_an_index_that_takes_extra_always_receives_it_as_its_signature_says(kind):
+def test_an_index_whose_signature_has_extra_always_receives_it(kind):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", kind()) as kv:
         for keys in KEYS:
             kv.worker(0).serve(Prompt(range(13), **keys), 8)

@@ -232,10 +232,10 @@ def test_the_smallest_use_evicts_a_block_and_stores_it_again(make_kv):
 
 
 def test_a_use_that_evicts_its_own_blocks_and_stores_them_again_is_found_in_a_trace(traces_dir):
-    """The request whose prompt evicts 24 blocks of itself: they are held, and the router has removed them.
+    """The prompt of one request evicts 24 of its own blocks: they are held, but the router has removed them.
 
-    Its blocks are cached but for the root's side, and these stand in a colder queue than what came after them. The
-    blocks that are missing take their places, so that each of them is missing when it is its turn, and stored again.
+    Its blocks are cached except those near the root, and the cached ones are in a colder queue than later blocks. The
+    missing blocks evict them, so each of them is missing when its turn comes, and is stored again.
     """
     trace = traces_dir / "mooncake_conversation_trace.jsonl"
     kv = RouterHarness(EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=32_000), "multi_lru")

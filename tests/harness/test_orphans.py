@@ -235,7 +235,7 @@ def test_a_drift_on_a_chain_without_an_orphan_is_an_error(asked, answer):
 
 
 @pytest.mark.parametrize("more", [[], [Removed((2,))]], ids=["behind a hole", "gone"])
-def test_an_index_that_returns_more_than_is_held_is_an_error_where_nothing_was_restored(more):
+def test_an_index_that_returns_more_than_is_held_is_an_error_if_nothing_was_restored(more):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()

@@ -246,7 +246,7 @@ def test_a_drift_names_the_tier_of_the_wrong_answer(kind, tiers, observed, expec
     assert (problem.expected, problem.rule) == (expected, "index_drift")
 
 
-def test_a_drift_tells_in_which_tier_the_block_was_stored():
+def test_a_drift_names_the_tier_in_which_the_block_was_stored():
     index = Tiered()
     kv, sink = harness(index)
     play(sink, chain(1, 2), (chain(2), HOST))
@@ -354,7 +354,7 @@ def test_blocks_below_a_removed_one_are_looked_up_too():
     assert (problem.event_id, problem.storage_tier, problem.blocks) == (2, HOST, (3,))
 
 
-def test_an_index_of_the_device_only_is_not_asked_for_blocks_below_it():
+def test_an_index_of_only_the_device_is_not_queried_for_blocks_below_it():
     class Asked(DeviceOnly):
         lengths = ()
 
@@ -440,7 +440,7 @@ def test_tiers_below_a_differing_tier_are_not_compared():
     assert (DISK, 0, 0, 1, range(1)) == difference_below(answer, {DEVICE: {(0, 0): 1}}, ())
 
 
-def test_where_the_device_may_differ_any_continuation_on_the_host_is_right():
+def test_any_continuation_on_the_host_is_right_if_the_answers_for_the_device_may_differ():
     """An orphan on the device: one index matches it, another does not; the host continues from either end."""
     index = Both()
     kv = RouterHarness(backend=None, index=index)

@@ -97,7 +97,7 @@ def test_a_wrong_declaration_is_reported(traits, why):
         ("vllm-0.24", "hand_over 'vllm' over vllm-0.24: pairs are those of vLLM 0.33.0; got backend 'vllm' of version"),
     ],
 )
-def test_a_dialect_without_such_pairs_is_refused_in_one_line(dialect, why):
+def test_a_dialect_whose_engine_has_no_such_pairs_is_refused_in_one_line(dialect, why):
     with pytest.raises(pytest.fail.Exception) as failed:
         contract_of("right", "vllm")().test_several_children_leave_nothing(dialect)
     assert str(failed.value).startswith(f"Of_right: {why}")

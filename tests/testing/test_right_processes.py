@@ -56,7 +56,7 @@ def test_the_plain_router_passes_every_test_in_every_http_form(name, http):
     assert found == "" or found.startswith("skipped: ")
 
 
-def test_rank_numbers_of_events_are_right_where_one_port_has_all_ranks():
+def test_rank_numbers_of_events_are_right_if_one_port_has_all_ranks():
     assert outcome_of(of_bug("names_ranks_as_events_do"), "test_it_hears_every_rank") == ""
 
 

@@ -273,7 +273,7 @@ class ByName:
         return candidate.worker
 
 
-def test_ties_are_checked_only_with_a_selector_and_if_there_are_any():
+def test_ties_are_checked_only_if_there_is_a_selector_and_workers_tie():
     assert skip_of(contract(RoundRobin), TIES) == (
         "OfX.selector is None: whether workers that tie for the least cost share was not checked"
     )

@@ -294,7 +294,7 @@ TOO_MUCH = ("counts_no_copies", "hears_removed_of_the_host", "removes_of_any_gro
 """Routers that forget held blocks: they know them before they have applied later events."""
 
 
-def test_every_bug_has_its_test_and_every_test_its_bug():
+def test_every_bug_has_a_test_and_every_test_has_a_bug():
     assert FOUND.keys() == BUGS.keys()
     assert {f"test_{name}" for name, _ in FOUND.values()} | {
         "test_what_ended_badly_is_no_load",
@@ -321,7 +321,7 @@ def test_a_salt_can_be_sent_in_a_header():
 
 
 @pytest.mark.parametrize("bug", LEAKS)
-def test_leaked_load_shows_in_where_requests_go(bug):
+def test_leaked_load_shows_in_the_distribution_of_requests(bug):
     silent = of_bug(bug, tells_open=False)
     text = "ended badly, and nothing is open: of 16 prompts that no worker holds it got none"
     assert text in outcome_of(silent, "test_what_ended_badly_is_no_load")

@@ -132,7 +132,7 @@ def test_hand_made_events_are_cut_to_the_fewest_that_break_the_rule(say, failure
     assert failure_of(found).startswith(f"1 KV event error: {kv.events.errors[0].rule} (worker 65536, event ")
 
 
-def test_a_reproduction_keeps_the_storage_tier_where_it_matters(failure_of):
+def test_a_reproduction_keeps_the_storage_tier_if_it_matters(failure_of):
     found = reproduce(sunk(a_block_removed_in_another_tier))
 
     assert [event.storage_tier for event in found.events] == [StorageTier.HOST_PINNED, StorageTier.DEVICE]
@@ -157,7 +157,7 @@ def test_too_many_blocks_in_a_tier_are_cut_to_one_stored_in_that_tier(failure_of
 
 
 @pytest.mark.parametrize(("say", "ids"), [(a_skipped_id, [0, 41]), (an_id_that_comes_again, [0, 0])])
-def test_event_ids_keep_their_jumps_where_these_matter(say, ids):
+def test_event_ids_keep_their_jumps_if_these_matter(say, ids):
     assert ids == [event.event.event_id for event in reproduce(sunk(say)).events]
 
 
@@ -387,7 +387,7 @@ def test_cleared_and_removed_blocks_do_not_count_as_held_in_a_reproduction():
     assert "EngineProfile(num_blocks=3)" in found.as_test()
 
 
-def test_the_capacity_of_a_sink_is_left_out_where_it_does_not_matter():
+def test_the_capacity_of_a_sink_is_left_out_if_it_does_not_matter():
     assert "sink = kv.make_sink()\n" in reproduce(sunk(a_parent_that_is_gone, num_blocks=1000)).as_test()
 
 
@@ -608,7 +608,7 @@ def test_an_allowed_error_that_comes_with_the_failure_is_allowed_in_the_test_too
 
 
 @pytest.mark.usefixtures("faulty_backends")
-def test_wherever_the_search_ends_the_test_that_it_writes_fails_for_the_rule(failure_of):
+def test_the_written_test_fails_for_the_rule_wherever_the_search_ends(failure_of):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "forgets_a_removed")
     for n in range(20):
         with suppress(OutOfBlocks):
@@ -641,7 +641,7 @@ def test_a_breach_does_not_show_in_another_problem(other):
     assert not breach.shows_in(other)
 
 
-def test_two_wrong_hashes_differ_by_the_hash_that_was_expected():
+def test_two_wrong_hashes_with_different_expected_hashes_are_different_breaches():
     first, second = (
         Problem("wrong_hash", 0, 0, "block 5 is wrong", right, blocks=(5,)) for right in ("it is 6", "it is 7")
     )

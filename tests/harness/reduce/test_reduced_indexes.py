@@ -493,7 +493,7 @@ def test_a_reproduction_can_be_written_for_a_plugin_that_awaits_it(awaited_by, l
     ] == text.splitlines()
 
 
-def test_an_async_index_is_flushed_after_every_step_where_the_drift_needs_it(failure_of):
+def test_an_async_index_is_flushed_after_every_step_if_the_drift_needs_it(failure_of):
     found = awaited(ForgetsWhatWasFlushed, each=True)
 
     assert (
@@ -507,7 +507,7 @@ def test_an_async_index_is_flushed_after_every_step_where_the_drift_needs_it(fai
     assert "index_drift" in failure_of(found, ForgetsWhatWasFlushed()).splitlines()[0]
 
 
-def test_an_async_index_is_flushed_after_every_request_where_the_drift_needs_it(failure_of):
+def test_an_async_index_is_flushed_after_every_request_if_the_drift_needs_it(failure_of):
     found = awaited(ForgetsWhatWasFlushed, each=True, level="requests")
     lines = [line.strip() for line in found.as_test().splitlines()]
 
@@ -516,7 +516,7 @@ def test_an_async_index_is_flushed_after_every_request_where_the_drift_needs_it(
     assert "index_drift" in failure_of(found, ForgetsWhatWasFlushed()).splitlines()[0]
 
 
-def test_an_async_index_can_be_made_where_its_loop_runs():
+def test_an_async_index_may_create_tasks_in_its_running_loop():
     class Works(AsyncForgets):
         def __init__(self):
             super().__init__()
@@ -550,7 +550,7 @@ def test_an_async_index_can_be_made_by_an_async_new_method():
     assert awaited(Connects("a")).size == 2
 
 
-def test_a_drift_of_an_async_index_is_reproduced_without_sync_end_where_later_lookups_show_it():
+def test_a_drift_of_an_async_index_is_reproduced_without_sync_end_if_later_lookups_show_it():
     found = awaited(AsyncForgets, sync="end")
 
     assert (found.size, found.sync, found.aflush) == (2, "auto", "end")
@@ -654,7 +654,7 @@ def test_an_async_index_that_blocks_its_loop_is_abandoned_at_the_limit():
     (left,) = (thread for thread in threading.enumerate() if "kvmock" in thread.name)
     assert left.daemon
     ends.set()
-    left.join()  # it has been told to end
+    left.join()  # the event lets it end
 
 
 def test_an_async_index_that_cancels_its_caller_does_not_cancel_the_search():

@@ -397,7 +397,7 @@ def test_only_the_index_under_test_receives_signed_hashes():
 
 
 @pytest.mark.parametrize("worker", [None, 1, (1, 0)])
-def test_signed_is_refused_where_all_hashes_are_signed_already(worker):
+def test_signed_is_refused_if_all_hashes_are_already_signed(worker):
     """The fault could never be injected, and a test would see that only at its end, without the reason."""
     kv = RouterHarness(PROFILE, backend="sglang", index=Seen())
     text = r"^kv_harness\.faults\.signed: backend 'sglang' publishes signed hashes already, so that the fault would change nothing$"  # noqa: E501
@@ -453,7 +453,7 @@ def test_a_sink_of_the_test_can_have_faults(kv):
     assert len(kv.events) == 0
 
 
-def test_the_fault_that_was_asked_for_first_is_injected_first(kv):
+def test_the_fault_requested_first_is_injected_first(kv):
     kv.faults.lose()
     kv.faults.double()
     kv.apply([one_block(1), one_block(2)])

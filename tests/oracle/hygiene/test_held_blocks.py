@@ -141,7 +141,7 @@ def test_a_block_that_is_removed_right_after_it_was_stored_again_is_still_held(e
     assert not any(problem.is_error for problem in stream.problems)
 
 
-def test_with_counted_copies_such_a_removed_takes_one_copy():
+def test_with_counted_copies_a_removed_after_a_second_stored_takes_one_copy():
     assert Stream(residency="counted").observe_all([stored(1, 2, 3), stored(10, 1, 2), Removed((2, 1))]) == []
 
 
@@ -417,7 +417,7 @@ def test_a_parent_must_be_held_on_the_device_only():
         ),
     ],
 )
-def test_the_history_of_a_block_tells_its_tier(events, expected):
+def test_the_history_of_a_block_names_its_tier(events, expected):
     stream = Stream()
     stream.observe(stored(9), tier=DISK)
     for event in events:

@@ -35,7 +35,7 @@ def positions(text):
     return [line.split()[0] for line in text.splitlines()[1:]]
 
 
-def test_of_many_problems_the_first_of_each_rule_is_shown_and_the_others_are_counted():
+def test_a_report_shows_the_first_problem_of_each_rule_and_counts_the_others():
     kv = RouterHarness()
     kv.apply([Removed((n,)) for n in range(1, SEVERAL)])
     kv.apply(Stored(5000, (1,), (1,)))
@@ -79,7 +79,7 @@ def lose_the_last_event(kv):
         (begin_batches_anew, "batch numbers of a wire go backwards"),
     ],
 )
-def test_an_event_id_gap_tells_its_kind(happens, broken_when):
+def test_an_event_id_gap_states_its_kind(happens, broken_when):
     kv = RouterHarness()
     kv.apply(stored(0, 1))
     happens(kv)
