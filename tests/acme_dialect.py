@@ -1,4 +1,4 @@
-"""A module of a user that brings a dialect, for the commands that take one with `-p`."""
+"""A user's module that defines a dialect, for the commands that load one with `-p`."""
 
 import sys
 

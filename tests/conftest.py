@@ -1,4 +1,4 @@
-"""What several test files need."""
+"""Fixtures and hooks that several test files need."""
 
 import contextlib
 import gc
@@ -17,13 +17,13 @@ HERE = Path(__file__).parent
 EXAMPLES = HERE.parent / "examples"
 BEGAN = pytest.StashKey[float]()
 
-# pytester takes out of sys.modules what a test within a test has imported first. Imported a second time, pyzmq has two
-# classes `Again`: one that its core raises, and one that is caught.
+# pytester removes from sys.modules what a nested test was the first to import. If pyzmq were imported a second time, it
+# would have two classes `Again`: its core would raise one of them, and callers would catch the other.
 with contextlib.suppress(ImportError):
     import zmq  # noqa: F401 - to have it imported
 
-# A slow or busy machine is no failure; what must be fast is measured in benchmarks/. CI tries the same examples each
-# time, so that a change is judged and not the luck of the day; at a desk new ones are tried.
+# A slow or busy machine is no failure; benchmarks/ measures what must be fast. CI tries the same examples each time, so
+# it judges the change and not the luck of the day; local runs try new examples.
 settings.register_profile(
     "kvmock",
     deadline=None,
@@ -35,7 +35,7 @@ settings.load_profile("kvmock")
 
 
 def pytest_collection_finish():
-    """What is collected lives until the end: the garbage collector need not look through it a hundred times."""
+    """Freeze the collected items: they live until the end, so the garbage collector need not scan them again."""
     gc.collect()
     gc.freeze()
 
@@ -68,10 +68,9 @@ def pytest_configure(config):
 
 
 def is_thinned(path):
-    """Whether a quick run has each test of a file with its first parameters: in each room here but the plugin's.
+    """Return whether a quick run has each test of a file with its first parameters: in each folder here except plugin.
 
-    What a Python or pytest breaks in a room shows with any parameters; what a user sees of the plugin is in each of
-    them.
+    A fault of a Python or pytest version shows there with any parameters, but users see the plugin with all of them.
     """
     if DEEP or not path.is_relative_to(HERE):
         return False
@@ -79,9 +78,9 @@ def is_thinned(path):
     return room != "plugin" and (HERE / room).is_dir()
 
 
-@pytest.hookimpl(wrapper=True, tryfirst=True)  # around all that parametrises, the matrix of the plugin as well
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # around everything that parametrises, including the plugin's matrix
 def pytest_generate_tests(metafunc):
-    """Leave the first parameters before a test is made of any: 20,000 are collected for 8,000 otherwise."""
+    """Keep only the first parameters before tests are made of them: otherwise 20,000 are collected for 8,000."""
     yield
     definition = metafunc.definition
     if is_thinned(definition.path) and not any(definition.iter_markers("each_parameter")):
@@ -89,7 +88,7 @@ def pytest_generate_tests(metafunc):
 
 
 def cpu_s():
-    """CPU seconds of this process and of the ones that it started and that have ended."""
+    """Return the CPU seconds of this process and of the ended processes that it started."""
     return sum(os.times()[:4])
 
 
@@ -110,7 +109,7 @@ def pytest_runtest_makereport(item, call):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    reports = [each for each in terminalreporter.getreports("") if hasattr(each, "cpu_s")]  # those of teardowns
+    reports = [each for each in terminalreporter.getreports("") if hasattr(each, "cpu_s")]  # only teardowns have it
     if config.getoption("--cpu"):
         cpu_times(terminalreporter, reports)
     if config.getoption("--most-cpu") and not DEEP:
@@ -144,7 +143,7 @@ def cpu_times(terminalreporter, reports):
 
 @pytest.fixture(scope="session")
 def recording():
-    """Read a recording of a real program."""
+    """Return a function that reads a recording of a real program."""
 
     def read(name):
         path = Path(__file__).parent / "data" / name
@@ -156,10 +155,10 @@ def recording():
 
 @pytest.fixture(scope="session")
 def traces_dir():
-    """Directory of the published Mooncake traces: `$KVMOCK_TRACES`, or `../shared/traces` beside the checkout.
+    """Return the directory of the published Mooncake traces: `$KVMOCK_TRACES`, or `../shared/traces` near the checkout.
 
-    They are not part of the project. A test that needs them is skipped where they are not there; a directory that was
-    named and is not there is a failure.
+    They are not part of the project. A test that needs them is skipped if they are missing; a missing directory that
+    the variable names is a failure.
     """
     named = os.environ.get("KVMOCK_TRACES")
     found = Path(named) if named else Path(__file__).parents[2] / "shared" / "traces"

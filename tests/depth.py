@@ -1,10 +1,10 @@
-"""How deep the tests look: quick as README runs them, deep where the environment variable KVMOCK_DEEP is 1.
+"""The depth of a test run: quick as README runs it, deep if the environment variable KVMOCK_DEEP is 1.
 
-Deep is what CI runs once. It differs in six things, and each has its rule here: how many examples of a property are
-tried, how many seeds of a random test, how many values of a parameter that has many alike, whether a recording of a
-whole trace is played to its end, whether a test is run that takes long (a long search, or processes of xdist), and with
-how many of its parameters a test runs. In a quick run a test of a room other than `plugin` has its first parameters
-alone, unless it says `@each_parameter`.
+CI makes one deep run. It differs in six things, and this module has the rule of each: the number of examples of a
+property, the number of seeds of a random test, the number of values of a parameter with many similar values, whether a
+recording of a whole trace is played to its end, whether a long test runs (a long search, or processes of xdist), and
+with how many of its parameters a test runs. In a quick run a test of a folder other than `plugin` has only its first
+parameters, unless it is marked `@each_parameter`.
 """
 
 import os
@@ -14,40 +14,40 @@ import pytest
 
 DEEP = os.environ.get("KVMOCK_DEEP") == "1"
 
-QUICK_SHARE = 10  # of the deep examples, one in so many
+QUICK_SHARE = 10  # a quick run tries one in this many of the deep examples
 FEWEST_EXAMPLES = 10
 QUICK_SEEDS = 5
 
 
 def examples(deep):
-    """How many examples of a property are tried, that has `deep` of them in a deep run."""
+    """Return how many examples of a property to try, if a deep run tries `deep` of them."""
     return deep if DEEP else max(min(deep, FEWEST_EXAMPLES), deep // QUICK_SHARE)
 
 
 def seeds(deep):
-    """The seeds of a random test, the first ones in any run. They are parameters: the id of what fails has its seed."""
+    """Return the seeds of a random test, always the first ones. As parameters they are in the id of a failed test."""
     return range(deep if DEEP else min(deep, QUICK_SEEDS))
 
 
 def few(values, quick=1):
-    """The values of a parameter that are many of one kind, in a quick run `quick` of them, spread evenly over all."""
+    """Return the values of a parameter with many similar ones; in a quick run `quick` of them, spread evenly."""
     values = list(values)
     return values if DEEP or quick >= len(values) else [values[n * len(values) // quick] for n in range(quick)]
 
 
 MOST_CPU_S = 1.5
-"""What a test of a quick run may take, unless it says `@worth_its_time`; held by `--most-cpu`, as CI runs it. Seconds
-of a machine on which `_fixed_work` takes `FIXED_WORK_S`: one that others share may need twice the CPU time."""
+"""CPU seconds that a test of a quick run may take unless marked `@worth_its_time`; CI checks it with `--most-cpu`.
+The seconds are of a machine on which `_fixed_work` takes `FIXED_WORK_S`: a shared one may need twice the CPU time."""
 FIXED_WORK_S = 0.04
 
 
 def most_cpu_now():
-    """`MOST_CPU_S` at the speed that this machine has now."""
+    """Return `MOST_CPU_S` at the present speed of this machine."""
     return MOST_CPU_S * max(1.0, *(_fixed_work() / FIXED_WORK_S for _ in range(3)))
 
 
 def _fixed_work():
-    """The CPU seconds of a loop that is always the same."""
+    """Return the CPU seconds of a loop that is always the same."""
     began = time.process_time()
     table = {}
     for at in range(200_000):
@@ -66,7 +66,7 @@ worth_its_time = pytest.mark.worth_its_time
 
 
 def only_deep(test_class):
-    """Collect a class of tests in a deep run alone: contracts have 99 tests, and each would be a skip to read."""
+    """Collect a class of tests only in a deep run: contracts have 99 tests, and a quick run would list 99 skips."""
     test_class.__test__ = DEEP
     return test_class
 

@@ -1,5 +1,5 @@
-"""Fleets of engines with a draft model behind routers that read them rightly or not: what is promised of prompts, and
-what is reused.
+"""Fleets of engines with a draft model, behind routers that read them rightly or wrongly: the prompt tokens that the
+router promises, and the tokens that are reused.
 
 Four engines of vLLM with MTP (three drafts a step, blocks of 16) serve 240 requests of conversations that share
 beginnings, in two modes: names look ahead, or hits drop a block.
@@ -28,7 +28,7 @@ READERS = {
 
 
 class MostPromised:
-    """Picks the worker of which its reader promises most; of equal ones that that was picked least often."""
+    """Picks the worker with the most tokens promised by its reader; of equal workers, the one picked least often."""
 
     def __init__(self, reader):
         self.reader, self.promised, self.picked = reader, {}, Counter()
@@ -45,12 +45,12 @@ class MostPromised:
 
 
 def served(mode, reader, num_blocks=400):
-    """What comes of it, of each request: tokens of its prompt, those promised at the pick, and those reused.
+    """Return for each request the tokens of its prompt, those promised at the pick, and those reused.
 
     Args:
         mode: of `MODES`.
         reader: of `READERS`.
-        num_blocks: of each engine; 400 are so few that blocks are evicted.
+        num_blocks: of each engine; 400 are few enough that blocks are evicted.
     """
     args = MockEngineArgs(num_gpu_blocks=num_blocks, block_size=SIZE)
     engines = [MockEngine(args, backend=MODES[mode], seed=number) for number in range(ENGINES)]
@@ -70,8 +70,8 @@ def served(mode, reader, num_blocks=400):
 
 
 def shares(rows):
-    """Of such rows the shares of prompt tokens that are promised and reused, and of prompts that are promised too
-    much and too little.
+    """Return shares of such rows: of prompt tokens promised and reused, and of prompts with too much and too little
+    promised.
     """
     total = sum(tokens for tokens, *_ in rows)
     return (

@@ -1,4 +1,4 @@
-"""Routers' readers of engines with a draft model: one that is right, and naive ones, as they are found in the wild."""
+"""Routers' readers of engines with a draft model: a right one, and naive ones like those in existing routers."""
 
 from collections import Counter, defaultdict
 
@@ -11,11 +11,11 @@ SIZE = 4
 
 
 class ByTokens:
-    """Blocks by what the index takes for their tokens, from the root on; with copies, or one entry each.
+    """Finds blocks by the tokens that it assumes for them, from the root on; with copies, or one entry per block.
 
     Args:
-        counts: it counts copies.
-        size: tokens a block.
+        counts: whether it counts copies.
+        size: tokens of a block.
     """
 
     def __init__(self, *, counts=True, size=SIZE):
@@ -39,7 +39,7 @@ class ByTokens:
                 held[prefixes[name][-1]] -= 1
 
     def tokens_of(self, event):
-        """Each block's own tokens; of pairs the first ones."""
+        """Return each block's own tokens; for pairs of tokens, the first of each pair."""
         windows, _ = windows_of(event.token_ids, None)
         return [tuple(window[: self.size]) for window in windows]
 
@@ -56,7 +56,7 @@ class ByTokens:
 
 
 class ByWindows:
-    """Right: blocks by the windows that their names cover, told by the stream of each worker."""
+    """Right: finds blocks by the token windows that their names cover, which the stream of each worker shows."""
 
     def __init__(self, copies, size=SIZE):
         self.size = size
@@ -79,7 +79,7 @@ class ByWindows:
 
 
 class PlainNames:
-    """Names by vLLM's rule without a draft model."""
+    """Finds blocks by vLLM's names without a draft model."""
 
     def __init__(self, size=SIZE):
         self.size = size
@@ -103,7 +103,7 @@ class PlainNames:
 
 
 class Flagged:
-    """Asks windows of every stream."""
+    """Looks up every stream by windows."""
 
     lookahead = 1
 
@@ -118,6 +118,6 @@ class Flagged:
 
 
 class PlainHashes(Flagged):
-    """Asks every stream by the blocks' own tokens."""
+    """Looks up every stream by the blocks' own tokens."""
 
     lookahead = 0

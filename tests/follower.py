@@ -1,4 +1,4 @@
-"""Dynamo's router as it picked once before: in a recording, or in a run of the original just now."""
+"""Dynamo's router with its earlier picks: those of a recording, or of a run of the original just now."""
 
 import math
 
@@ -6,7 +6,7 @@ from pytest_kvmock.fleets import DynamoRouter
 
 
 class Follower(DynamoRouter):
-    """Picks as was recorded, and compares what each candidate costs."""
+    """Picks as recorded, and compares the cost of each candidate."""
 
     def __init__(self, picks, semantics, **options):
         super().__init__(semantics, **options)

@@ -1,6 +1,6 @@
-"""Readers of the events of hybrid models, as a router has them: two right ones, and eight that misread cache groups.
+"""Routers' readers of the events of hybrid models: two right ones, and eight that misread cache groups.
 
-Each reads events of one worker as vLLM writes them, and answers how many leading blocks of a prompt there are.
+Each reads the events of one worker as vLLM writes them, and answers how many leading blocks of a prompt are cached.
 `UnderTest` makes an index of a harness from one.
 """
 
@@ -15,16 +15,16 @@ ATTENTION = ("full_attention", "mla_attention")
 
 
 class Dense:
-    """Right: answers what the attention group holds, of which it knows the tokens, and how many copies.
+    """Right: answers the leading blocks that the attention group holds; it knows their tokens and counts copies.
 
     Args:
-        about: of an engine `block_size`, `groups`, `hash_unit` and `alignment`, as `index.json` of vectors has them.
+        about: `block_size`, `groups`, `hash_unit` and `alignment` of an engine, as in `index.json` of vectors.
     """
 
     def __init__(self, about):
         self.about, self.size = about, about["block_size"]
-        self.prefixes = {}  # of the name of a block all tokens up to its end
-        self.names = {}  # the other way round
+        self.prefixes = {}  # from the name of a block to all tokens up to its end
+        self.names = {}  # the reverse
         self.copies = defaultdict(Counter)  # of names, by group
         self.attention = None
 
@@ -44,7 +44,7 @@ class Dense:
                 self.learn(event)
 
     def learn(self, event):
-        """Note which tokens the blocks of an event have, one after the other."""
+        """Record the tokens of each block of an event."""
         size, tokens = event["block_size"], tuple(event["token_ids"])
         prefix = self.prefixes.get(event["parent_block_hash"], ())
         for name in event["block_hashes"]:
@@ -58,7 +58,7 @@ class Dense:
         self.copies.clear()
 
     def answer(self, tokens):
-        """Leading blocks of a prompt, of which the last token is not counted."""
+        """Return the leading blocks of a prompt without its last token."""
         return self.leading(self.attention, tokens)
 
     def leading(self, group, tokens):
@@ -93,13 +93,13 @@ class Exact(Dense):
 
 @lru_cache(maxsize=4096)
 def names_of(tokens, unit):
-    """The name of each prefix of whole units."""
+    """Return the name of each prefix of whole units."""
     hasher = VllmHasher()
     return [*map(hasher.name, hasher.digests(tokens, unit, 0, None))]
 
 
 class OneMap(Dense):
-    """Takes all groups for one: what one of them has removed is gone."""
+    """Treats all groups as one: a block that one of them has removed is gone."""
 
     def __init__(self, about):
         super().__init__(about)
@@ -124,7 +124,7 @@ class OneMap(Dense):
 
 
 class AnyGroup(Dense):
-    """Has a block where any group has it."""
+    """Takes a block as cached if any group has it."""
 
     def leading(self, group, tokens):
         names = (self.names.get(tuple(tokens[:end])) for end in range(self.size, len(tokens), self.size))
@@ -133,14 +133,14 @@ class AnyGroup(Dense):
 
 
 class MinimumOverGroups(Dense):
-    """Takes the least that any group has."""
+    """Answers the least that any group has."""
 
     def answer(self, tokens):
         return min((self.leading(group, tokens) for group in self.copies), default=0)
 
 
 class DividesTheSpanByItsHashes(Dense):
-    """Takes the first tokens of a span for those of the blocks that were kept of it."""
+    """Assigns the first tokens of a span to the blocks that were kept of it."""
 
     def stored(self, event, group, names):
         super().stored(event, group, names)
@@ -149,7 +149,7 @@ class DividesTheSpanByItsHashes(Dense):
 
 
 class LooksUpParentsAcrossGroups(Dense):
-    """Refuses what hangs on a block that some group has removed."""
+    """Refuses blocks whose parent was removed by some group."""
 
     def __init__(self, about):
         super().__init__(about)
@@ -177,7 +177,7 @@ class TakesGroupZero(Dense):
 
 
 class RemovesOfAnyGroup(Dense):
-    """Takes what any group removes from the attention group, too."""
+    """Removes from the attention group what any group removes."""
 
     def removed(self, group, names):
         super().removed(group, names)
@@ -186,7 +186,7 @@ class RemovesOfAnyGroup(Dense):
 
 
 class TakesTailsForBlocks(Dense):
-    """Counts a prompt's tail in the attention group as one block more."""
+    """Counts a prompt's tail in the attention group as one more block."""
 
     def stored(self, event, group, names):
         super().stored(event, group, names)
@@ -212,7 +212,7 @@ NAIVE = (
 
 
 def about_manager(manager):
-    """What a reader must know of an engine beside its events."""
+    """Return what a reader must know of an engine besides its events."""
     geometry = manager.geometry
     groups = [
         {
@@ -232,8 +232,8 @@ class UnderTest:
     """An index of a harness over a hybrid model: a reader for each worker.
 
     Args:
-        kind: of the readers.
-        about: of their engines.
+        kind: class of the readers.
+        about: about their engines.
     """
 
     def __init__(self, kind, about):
@@ -249,7 +249,7 @@ class UnderTest:
             self.readers[key].apply(as_map(event))
 
     def match_tokens(self, tokens):
-        asked = (*tokens, 0)  # a prompt that goes on behind them
+        asked = (*tokens, 0)  # a prompt that continues after them
         return {key: reader.answer(asked) for key, reader in self.readers.items()}
 
     def remove_worker(self, worker_id):
@@ -257,7 +257,7 @@ class UnderTest:
 
 
 def as_map(event):
-    """An event as vLLM writes it, as far as a reader looks at it."""
+    """Return an event as vLLM writes it, with the fields that a reader uses."""
     data, extra = event.event.data, event.extra or {}
     if isinstance(data, Cleared):
         return {"type": "AllBlocksCleared"}

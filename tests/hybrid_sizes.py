@@ -1,4 +1,4 @@
-"""Test worlds that are for any backend: a hybrid model has several caches, which share the blocks."""
+"""Sizes of tests over any backend: a hybrid model has several caches, which share the blocks."""
 
 from depth import few
 
@@ -10,19 +10,19 @@ HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 PLAIN = [name for name in BACKENDS if name not in HYBRID]
 
 EACH = [*PLAIN, *few(HYBRID, 7)]
-"""Every backend; of those of hybrid models in a quick run every other one."""
+"""Every backend; in a quick run only some of those of hybrid models."""
 
 CACHES = 8
-"""As many as the most of a built-in model, and one more."""
+"""One more than the most caches of a built-in model."""
 
 
 def caches(backend):
-    """How many Stored of one prompt the backend publishes at most: one for each of its caches, or one for all."""
+    """Return how many Stored of one prompt the backend publishes at most: one for each of its caches, or one in all."""
     return CACHES if backend_spec(backend).traits.publishes_groups else 1
 
 
 def block_size_of(backend, asked):
-    """So many tokens a block; or if the backend has no such blocks, as many as it has at least."""
+    """Return this block size, or the backend's default if it does not support the size."""
     try:
         create_manager(backend, num_blocks=1, block_size=asked)
     except ValueError:
@@ -31,7 +31,7 @@ def block_size_of(backend, asked):
 
 
 def sized(profile, backend):
-    """The profile, with blocks that the backend has, and enough of them for all its caches."""
+    """Return the profile with a block size that the backend has, and with enough blocks for all its caches."""
     if backend_spec(backend).group is None:
         return profile
     size = block_size_of(backend, profile.block_size)
@@ -39,7 +39,7 @@ def sized(profile, backend):
 
 
 def blocks_a_block(backend, block_size):
-    """How many blocks of all caches there are at most for one of so many tokens in the attention group."""
+    """Return how many blocks all caches need, at most, for one block of this size in the attention group."""
     geometry = getattr(create_manager(backend, num_blocks=1, block_size=block_size), "geometry", None)
     groups = getattr(geometry, "groups", ())  # SGLang's have parts
     return max(CACHES, sum(block_size // group.block_size for group in groups))

@@ -1,8 +1,7 @@
-"""Streams of vLLM's hybrid models and of its offloading, as they were recorded: the bytes of each step, and what was
-looked up.
+"""Recorded streams of vLLM's hybrid models and of its offloading: the bytes of each step, and the lookups.
 
-A recording of a hybrid model has of a Stored how many token ids it had, and the first; they are those of the request at
-the place where the hash of what stands before them is the parent.
+A recording of a hybrid model has only the first token id of a Stored and their number. The ids are those of the
+request, from the place where the hash of the tokens before them is the parent.
 """
 
 import gzip
@@ -18,8 +17,7 @@ from pytest_kvmock.engines.vllm.hashes import ExtraKeys
 
 DENSE = ("full_attention", "mla_attention")
 DEFAULTS = ("extra_keys", "group_idx", "kv_cache_spec_kind", "kv_cache_spec_sliding_window")
-"""Fields that a map leaves out where they are None, as far as these recordings have them; so it does with later
-ones."""
+"""Fields of these recordings that a map omits if they are None; later fields are omitted in the same way."""
 
 
 @dataclass
@@ -30,14 +28,14 @@ class Prompt:
     salt: str | None = None
 
     def names(self, unit):
-        """The name of each prefix of whole units, by its number of tokens."""
+        """Return the name of each prefix of whole units, by its number of units."""
         hasher = VllmHasher(keys=None if self.salt is None else ExtraKeys(cache_salt=self.salt))
         return dict(enumerate(map(hasher.name, hasher.digests(self.tokens, unit, 0, None)), 1))
 
 
 @dataclass
 class Look:
-    """A prompt that was looked up, after all events before it: how many tokens the engine would reuse."""
+    """A lookup of a prompt after all events before it, and how many tokens the engine would reuse."""
 
     prompt: Prompt
     computed_tokens: int
@@ -45,7 +43,7 @@ class Look:
 
 @dataclass
 class Stream:
-    """One program: its groups, and in order batches (lists of events as the wire has them, a map each) and lookups."""
+    """One program: its groups, and batches (lists of events as maps of the wire) and lookups in their order."""
 
     name: str
     groups: list
@@ -57,7 +55,7 @@ class Stream:
 
     @property
     def attention(self):
-        """The number of the attention group, and its block size; None and None where there is none."""
+        """The number of the attention group, and its block size; None and None without one."""
         found = ((i, self.groups[i]["block_size"]) for i, (kind, _) in enumerate(self.kinds) if kind in DENSE)
         return next(found, (None, None))
 
@@ -71,7 +69,7 @@ def read(path):
 
 
 def hybrid_streams(path_or_programs):
-    """The streams of a recording of hybrid models."""
+    """Return the streams of a recording of hybrid models."""
     programs = path_or_programs if isinstance(path_or_programs, list) else read(path_or_programs)
     return [hybrid_stream(program) for program in programs]
 
@@ -112,7 +110,7 @@ def runs(runs):
 
 
 def wire_event(stream, event, prompt):
-    """An event as the wire has it; its token ids are looked for where its parent says."""
+    """Return an event as on the wire; its parent determines the place of its token ids in the prompt."""
     if event[0] == "C":
         return {"type": "AllBlocksCleared"}
     if event[0] == "R":
@@ -143,13 +141,13 @@ def wire_event(stream, event, prompt):
 
 
 def written(event):
-    """An event without the fields that a map leaves out."""
+    """Return an event without the fields that a map omits."""
     always = ("type", "block_hashes", "parent_block_hash", "token_ids", "block_size", "lora_id", "medium", "lora_name")
     return {key: value for key, value in event.items() if key in always or value is not None}
 
 
 def offload_streams(path_or_value):
-    """The batches of each program of a recording of offloading: its name, and lists of events as the wire has them."""
+    """Yield the name and the batches of each program of a recording of offloading; a batch is a list of wire events."""
     value = path_or_value if isinstance(path_or_value, (list, dict)) else read(path_or_value)
     programs = value if isinstance(value, list) else [*value["programs"], *value.get("scenarios", ())]
     for number, program in enumerate(programs):
@@ -167,7 +165,7 @@ def named(event, fields):
 
 
 def payload(events, dialect="vllm-0.33"):
-    """A batch as vLLM writes it: events as maps, or as arrays with every field of the dialect."""
+    """Return a batch as vLLM writes it: events as maps, or as arrays with every field of the dialect."""
     from pytest_kvmock.wire import DIALECTS
     from pytest_kvmock.wire.codec.structs import structs_of
 

@@ -1,9 +1,9 @@
-"""What is mimicked: each backend in each deployment, as the code answers when it is asked, and how many recordings
-show that it does what the real program does.
+"""What is mimicked: the answer of the code for each backend in each deployment, and the number of recordings that show
+the same behaviour in the real program.
 
     python tests/mimicked.py FILE...
 
-counts the recordings of whole files, which are not in the repository; `WHOLE` has what it prints.
+counts the recordings of whole files, which are not in the repository; `WHOLE` has the printed counts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from pytest_kvmock.fleets import MockEngine
 
 DATA = Path(__file__).parent / "data"
 GROUPS = "vllm, groups="
-"""vLLM's engine with cache groups of your own."""
+"""vLLM's engine with custom cache groups."""
 
 
 # ------------------------------------------------------------------------------------------------- what is asked
@@ -35,7 +35,7 @@ GROUPS = "vllm, groups="
 
 @cache
 def rows() -> dict[str, BackendSpec]:
-    """What there is, by the name that the page has for it."""
+    """Return the backends by their names on the page."""
     groups = (CacheGroup("sliding_window", block_size=16, window=64), CacheGroup("full_attention", block_size=16))
     own = BACKENDS["vllm"].variant("vllm", groups=groups)
     return {
@@ -46,7 +46,7 @@ def rows() -> dict[str, BackendSpec]:
 
 
 def _served(spec: BackendSpec, *, keys: dict[str, Any] | None = None, **sizes: Any) -> None:
-    """Serve a prompt of two blocks by each rank of a worker."""
+    """Serve a prompt of two blocks on each rank of a worker."""
     profile = EngineProfile(num_blocks=4096, workers=1, **sizes)
     with RouterHarness(profile, spec) as kv:
         for worker in kv.workers.values():
@@ -54,7 +54,7 @@ def _served(spec: BackendSpec, *, keys: dict[str, Any] | None = None, **sizes: A
 
 
 def _host(spec: BackendSpec) -> None:
-    """A host below the device: `tiers`, or of TensorRT-LLM's managers the option that sizes a second level."""
+    """Use a host below the device: `tiers`, or for TensorRT-LLM's managers the option that sizes a second level."""
     for option, value in (("secondary_blocks", 64), ("levels", (64,))):
         if option in spec.options:
             _served(spec.variant(spec.name, **{option: value}))
@@ -69,7 +69,7 @@ def _draft(spec: BackendSpec) -> None:
 
 
 def _pairs(spec: BackendSpec) -> None:
-    """A prefill and a decode engine: by hand with the connector of its program, or as Dynamo's replay hands over."""
+    """Use a prefill and a decode engine: by hand with the connector of its program, or in Dynamo's replay."""
     if spec.models.startswith("dynamo-mocker"):
         for kind in ("prefill", "decode"):
             MockEngine(MockEngineArgs(engine_type=spec.scheduler, worker_type=kind), backend=spec)
@@ -83,7 +83,7 @@ def _pairs(spec: BackendSpec) -> None:
 
 
 def _stores(spec: BackendSpec) -> None:
-    """A store that several workers load from, below the host."""
+    """Use a store below the host from which several workers load."""
     known = [name for name in ("storage", "files") if name in Tiers.__dataclass_fields__]
     _check_option(spec, "tiers")
     refusals = []
@@ -96,7 +96,7 @@ def _stores(spec: BackendSpec) -> None:
 
 
 def _check_option(spec: BackendSpec, option: str) -> None:
-    """Refuse what a profile would leave out."""
+    """Refuse an option that a profile would ignore."""
     spec.check_options({option: {}})
 
 
@@ -115,7 +115,7 @@ DEPLOYMENTS: dict[str, Callable[[BackendSpec], None]] = {
 
 @cache
 def refusal(row: str, deployment: str) -> str:
-    """What the code says to it; empty where it takes it."""
+    """Return the error of the code for a deployment; empty if it accepts it."""
     try:
         DEPLOYMENTS[deployment](rows()[row])
     except ValueError as error:
@@ -124,7 +124,7 @@ def refusal(row: str, deployment: str) -> str:
 
 
 def refusals() -> Iterator[tuple[str, list[str], str]]:
-    """Each sentence that refuses something: the deployment, the rows that it refuses, and as it is for the first."""
+    """Yield each refusal: the deployment, the refused rows, and the error for the first of them."""
     for deployment in DEPLOYMENTS:
         found: dict[str, list[str]] = {}
         for row, spec in rows().items():
@@ -134,7 +134,7 @@ def refusals() -> Iterator[tuple[str, list[str], str]]:
 
 
 def cell(row: str, deployment: str) -> str:
-    """What the page says of it."""
+    """Return the text of a cell of the page."""
     if refusal(row, deployment):
         return "refused"
     recorded, replayed = (WHOLE.get(row, {}).get(deployment + how, 0) for how in ("", BY_ROW))
@@ -188,25 +188,26 @@ WHOLE: dict[str, dict[str, int]] = {
     "vllm_mtp": {"alone": 57, "draft model": 162, "host": 105},
     "vllm_qwen3_next": {"alone": 48, "draft model": 41, "host": 87},
 }
-"""Of the whole recordings, of which `tests/data` has a part: programs by backend and by what the engine had.
+"""Programs by backend and by deployment in the whole recordings; `tests/data` has a part of them.
 
-"alone": none of the others but adapters and images. " by row": replays, whose figures and rows are compared, no events.
+"alone": no other deployment except adapters and images. " by row": replays that are compared by figures and rows, not
+by events.
 """
 
 MODELS = ("gpt_oss", "gemma3", "gemma4", "qwen3_next", "kimi_linear", "kimi_k3", "deepseek_v4", "llama4")
 ONE_GROUP = ("eagle", "draft_model", "mtp_modules", "ngram", "dflash", "deepseek_v3", "one_full", "not_cached")
-"""How the geometries of one group of full attention begin; others that are no model's are groups of one's own."""
+"""How names of geometries with one group of full attention begin; others without a model count as custom groups."""
 
 WINDOWS = ("sglang_gpt_oss", "sglang_gemma4", "sglang_llama4", "sglang_deepseek_v4")
 STATES = ("sglang_qwen3_next", "sglang_kimi_linear")
-"""Models of SGLang by what their cache has besides full attention: recordings are of the kind of cache."""
+"""Models of SGLang by what their cache has besides full attention: a recording is of a kind of cache."""
 
 PLAYED = ("programs", "scenarios", "v1", "v2", "cases")
-"""What files that are no list of recordings have them under."""
+"""The keys of the recordings in files that are not a list of recordings."""
 
 
 def recordings(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The recordings of a file, each with what it stands under."""
+    """Yield the recordings of a file, each with its key."""
     with gzip.open(path, "rt") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
         data = json.load(file)
     for key, found in [("", data)] if isinstance(data, list) else data.items():
@@ -224,7 +225,7 @@ def _of_vllm(name: str, each: dict[str, Any]) -> tuple[list[str], set[str]]:
         backends = [f"vllm_{model}"]
     elif geometry:
         backends = ["vllm" if geometry.startswith(ONE_GROUP) and "windows" not in geometry else GROUPS]
-    elif config.get("groups"):  # of pairs: full attention and windows, as three of the models have
+    elif config.get("groups"):  # for pairs: full attention and windows, as in three of the models
         backends = [GROUPS, *(["vllm_gpt_oss", "vllm_gemma3", "vllm_gemma4"] if pairs else [])]
     else:
         backends = ["vllm"]
@@ -246,7 +247,7 @@ def _of_vllm(name: str, each: dict[str, Any]) -> tuple[list[str], set[str]]:
 def _of_sglang(name: str, each: dict[str, Any]) -> tuple[list[str], set[str]]:
     drafts = name.startswith("eagle") or bool(each.get("eagle"))
     window, states = "window" in each, "mamba_slots" in each
-    if window or states:  # no model of ours has both
+    if window or states:  # no model here has both
         backends = [] if window and states else [*(WINDOWS if window else STATES)]
     else:
         backends = ["sglang", *(["sglang_eagle"] if drafts else [])]
@@ -272,7 +273,7 @@ KEYS = {"lora": "adapters", "mm": "images"}
 
 
 def _of_releases(path: Path) -> Iterator[tuple[str, str]]:
-    """Of the streams that releases published for single requests, those of requests with an adapter or images."""
+    """Yield the published streams of releases for single requests with an adapter or images."""
     for release in json.loads(gzip.decompress(path.read_bytes())):
         for case in release["cases"]:
             if release["release"] in RELEASES and not case["dialect"].endswith("-bytes"):
@@ -291,7 +292,7 @@ REPLAYED_BY = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", None: "lineage"}
 
 
 def cells(path: Path) -> Iterator[tuple[str, str]]:
-    """For each recording of a file the backends and deployments that it counts for."""
+    """Yield the backends and deployments that each recording of a file counts for."""
     stem = path.name.partition(".json")[0]
     if stem == "wire_releases":
         yield from _of_releases(path)
@@ -322,11 +323,11 @@ def cells(path: Path) -> Iterator[tuple[str, str]]:
 
 
 TOTALS = re.compile(r"(?:\d|logical)_mooncake$|_mooncake_keys|hashes|http_answers|_load$|trtllm_replay")
-"""Files of other things than streams: totals, names, answers, loads."""
+"""Files with other contents than streams: totals, names, answers, loads."""
 
 
 def counted(paths: Iterable[Path]) -> dict[str, dict[str, int]]:
-    """How many recordings of some files count for each backend in each deployment."""
+    """Return how many recordings of some files count for each backend in each deployment."""
     streams = [path for path in paths if not TOTALS.search(path.name.partition(".json")[0])]
     found = Counter(cell for path in streams for cell in cells(path))
     numbers: dict[str, dict[str, int]] = {}

@@ -1,4 +1,4 @@
-"""Running pytest inside pytest, with the plugins that a test names and no others."""
+"""Runs pytest inside pytest, with only the plugins that a test names."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ import zmq  # noqa: F401 - so that all runs in this process share its error clas
 
 import pytest_kvmock
 
-# pytester unloads what a nested run loads; what is loaded here stays: a class is the same one in every run, and no run
-# loads it again.
+# pytester unloads the modules that a nested run loads. Modules loaded here stay: classes are the same in every run, and
+# no run loads them again.
 for _module in pkgutil.walk_packages(pytest_kvmock.__path__, "pytest_kvmock."):
     importlib.import_module(_module.name)
 
@@ -32,14 +32,14 @@ TWICE = Stored(None, (2,), (2,))    # after GOOD: a duplicate, which is a warnin
 """
 
 
-# Plugins of pytest that no test here needs: a run loads each, asks each hook of it, and searches it for fixtures.
+# Plugins of pytest that no test here needs: a run loads each, calls each of its hooks, and searches it for fixtures.
 UNUSED = ("faulthandler", "legacypath", "pastebin", "stepwise", "setuponly", "setupplan")
 WITHOUT = [part for name in (*UNUSED, "randomly", "cacheprovider") for part in ("-p", f"no:{name}")]
 
 
 class ShortInterrupt:
-    """An error of collection interrupts the run. pytest shows its last line; it need not read the source of each
-    frame.
+    """Shortens the traceback of a collection error, which interrupts the run: pytest shows only its last line and need
+    not read the source of each frame.
     """
 
     @staticmethod
@@ -51,7 +51,7 @@ class ShortInterrupt:
 
 @pytest.fixture(scope="session")
 def installed():
-    """The distributions that are installed, whose metadata is parsed once and not in every run."""
+    """Return the installed distributions, whose metadata is parsed once instead of in every run."""
     found = list(metadata.distributions())
     for distribution in found:
         read = {name: getattr(distribution, name) for name in ("metadata", "entry_points")}
@@ -83,7 +83,7 @@ def nested(pytester, monkeypatch, installed):
             result = pytester.runpytest_subprocess(*command)
         else:
             with warnings.catch_warnings():
-                warnings.resetwarnings()  # those of the outer run
+                warnings.resetwarnings()  # the filters of the outer run
                 result = pytester.runpytest_inprocess(*command, plugins=[ShortInterrupt])
         assert "INTERNALERROR" not in result.stdout.str() + result.stderr.str()
         return result
@@ -93,7 +93,7 @@ def nested(pytester, monkeypatch, installed):
 
 @pytest.fixture
 def ids(nested):
-    """The ids of the tests that a module has: `ids(source, *args)`."""
+    """Return the ids of the tests in a module: `ids(source, *args)`."""
 
     def collect(source="", *args, **options):
         result = nested(source, "--collect-only", "-q", *args, **options)

@@ -1,4 +1,4 @@
-"""A plain model of an index over tiers: what each rank holds, and queries that are walked block by block."""
+"""A plain model of an index over tiers: the blocks of each rank, and queries that walk block by block."""
 
 from pytest_kvmock import Cleared, Removed, StorageTier
 
@@ -6,7 +6,7 @@ DEVICE = StorageTier.DEVICE
 
 
 class PlainTiers:
-    """What each rank holds: by tier, sequence hashes with the place of each."""
+    """The blocks of each rank: by tier, sequence hashes with the place of each."""
 
     def __init__(self):
         self.held = {}

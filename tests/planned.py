@@ -1,7 +1,7 @@
-"""Fleets that run passes which only decode in one go, or each by itself: the results are the same."""
+"""Fleets that run decode-only passes together or one by one: the results are the same."""
 
 
 def planned(fleet, plans):
-    """A fleet that plans passes, or does not."""
+    """Return the fleet after switching its planning of passes on or off."""
     fleet.plans = plans
     return fleet

@@ -1,4 +1,4 @@
-"""The bugs planted in a right router, which stand in `examples/bug_catalogue/`."""
+"""The bugs planted in a right router, from `examples/bug_catalogue/`."""
 
 import sys
 from pathlib import Path

@@ -1,7 +1,7 @@
-"""What the programs next to tests have in common that play whole recordings: `play_X.py FILE...`.
+"""Common parts of the programs next to tests that play whole recordings: `play_X.py FILE...`.
 
-They are loaded as modules, as two of them have one name, each in a folder of its own. Each has
-`played`, which plays what a file has, and `main`, its command.
+They are loaded by path, as two of them have the same name in different folders. Each has `played`, which plays the
+contents of a file, and `main`, its command.
 """
 
 import gzip
@@ -12,11 +12,11 @@ from itertools import islice
 from pathlib import Path
 
 SHOWN = 3
-"""At most this many steps that differ are shown of a program."""
+"""The most differing steps that are shown for a program."""
 
 
 def player(path):
-    """The module of a path below `tests`."""
+    """Return the module at a path below `tests`."""
     name = path.removesuffix(".py").replace("/", "_")
     if name not in sys.modules:
         spec = spec_from_file_location(name, Path(__file__).parent / path)
@@ -26,28 +26,28 @@ def player(path):
 
 
 def read(path):
-    """The value of a recording, JSON that is packed or not."""
+    """Return the value of a recording, which is JSON, compressed or not."""
     with (gzip.open if str(path).endswith(".gz") else open)(path) as file:
         return json.load(file)
 
 
 def unrolled(runs):
-    """The tokens of runs: the first one of each, and how many."""
+    """Return the tokens of runs, each given by its first token and its length."""
     return [token for first, count in runs for token in range(first, first + count)]
 
 
 def name_of(program):
-    """What to call a program: those by hand have a name, random ones a seed."""
+    """Return the name of a program, or the seed of a random one."""
     return program.get("name", program.get("seed"))
 
 
 def unlike(recorded, got, *, or_empty=False):
-    """The fields of two records that differ, in order, each with both values.
+    """Return the fields of two records that differ, in order, each with both values.
 
     Args:
-        recorded: by field.
-        got: the same, of ours.
-        or_empty: whether a field that is empty equals one that is not there.
+        recorded: the recorded values by field.
+        got: our values by field.
+        or_empty: whether an empty field equals a missing one.
     """
     if recorded == got:
         return []
@@ -58,22 +58,22 @@ def unlike(recorded, got, *, or_empty=False):
 
 
 def in_lines(head, rows):
-    """Fields that differ below a first line, two lines each; None if there are none."""
+    """Return differing fields, in two lines each, below a first line; None if there are none."""
     lines = [f"  {name}: recorded {was!r}\n  {' ' * len(name)}  ours     {ours!r}" for name, was, ours in rows]
     return "\n".join([head, *lines]) if lines else None
 
 
 def first_of(found):
-    """The first texts of some that come one by one; None if there are none."""
+    """Return the first of some texts; None if there are none."""
     return "\n".join(islice(found, SHOWN)) or None
 
 
 def main(paths, played):
-    """Play files: print what differs, with several files a line for each, last "N of M programs equal".
+    """Play files and print the differences; for several files one line each, and at the end "N of M programs equal".
 
     Args:
         paths: of the files.
-        played: takes what a file has; gives each program's name, and as text what differs, or None.
+        played: yields the name of each program of a file's contents, and the differences as text or None.
 
     Returns:
         The exit status: 1 if any program differs.

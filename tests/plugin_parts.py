@@ -1,4 +1,4 @@
-"""What the plugin has, in all its modules: those of the core, and those that come in through its hooks."""
+"""The parts of the plugin, in the core's modules and in those that its hooks load."""
 
 from importlib import import_module
 

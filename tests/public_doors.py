@@ -1,4 +1,4 @@
-"""The doors of the package: the modules that users import from, and what each hands out."""
+"""The doors of the package: the modules that users import from, and the names of each."""
 
 import importlib
 from pathlib import Path
@@ -17,7 +17,7 @@ SUBJECTS = [
     "wire",
     "wire.sockets",
 ]
-"""The modules of names that the root does not have; `testing` needs Hypothesis for some of its names."""
+"""The modules with names that the root lacks; `testing` is not here because some of its names need Hypothesis."""
 
 SUBJECTS += [
     f"contrib.{path.parent.name}"
@@ -29,6 +29,6 @@ DOORS = ["pytest_kvmock", *(f"pytest_kvmock.{name}" for name in [*SUBJECTS, "tes
 
 
 def public_names():
-    """What each door hands out."""
+    """Return the public names of each door."""
     modules = [importlib.import_module(door) for door in DOORS]
     return {each.__name__: [name for name in each.__all__ if not name.startswith("__")] for each in modules}

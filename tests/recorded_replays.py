@@ -1,4 +1,4 @@
-"""Replays of Dynamo's own programs, as they were recorded, and what ours is compared by."""
+"""Recorded replays of Dynamo's own programs, and the comparison of ours with them."""
 
 import gzip
 import json
@@ -24,12 +24,12 @@ COLUMNS = (
 
 
 def recorded(name):
-    """The cases of one file."""
+    """Return the cases of one file."""
     return json.loads(gzip.decompress((DATA / name).read_bytes()))
 
 
 def runs_of(name, *versions):
-    """Parameters: each case of a file with each version that it was recorded with."""
+    """Return parameters: each case of a file with each version that it was recorded with."""
     return [
         pytest.param(case, version, id=f"{case['id']}-{version}")
         for case in recorded(name)
@@ -39,7 +39,7 @@ def runs_of(name, *versions):
 
 
 def request_of(row):
-    """One request of a trace, from a line of JSON."""
+    """Return a request of a trace from a parsed line."""
     return TraceRequest(
         row.get("timestamp"),
         row["input_length"],
@@ -51,7 +51,7 @@ def request_of(row):
 
 
 def engines_of(case, version, backend="lineage", *, watched=False):
-    """The engines of a case; watched ones run each pass by itself, as somebody listens."""
+    """Return the engines of a case; watched engines run each pass separately because they have a listener."""
     count = case["replay"].get("num_workers", 1)
     args = MockEngineArgs.from_json(case["engine"], semantics=version)
     engines = [MockEngine(args, backend=backend) for _ in range(count)]
@@ -74,12 +74,12 @@ def play(case, version, backend="lineage", *, watched=False):
 
 
 def rows_of(report):
-    """One row a request, in no order."""
+    """Return one row per request, sorted."""
     return sorted((tuple(row[column] for column in COLUMNS) for row in report.per_request()), key=str)
 
 
 def check_summary(expected, report):
-    """Compare all figures: exactly, but for means and deviations, whose sums have an order of their own there."""
+    """Compare all figures: exactly, except means and deviations, which the original sums in another order."""
     actual = report.to_json()
     exact = {key: value for key, value in expected.items() if not key.startswith(("mean_", "std_"))}
     assert exact == {key: actual[key] for key in exact}
@@ -88,7 +88,7 @@ def check_summary(expected, report):
 
 
 def check_run(case, version, backend="lineage", *, watched=False, semantics=None):
-    """Replay a case as a version did; where that did not end, ours is a named error."""
+    """Replay a case as a version did; if that did not end, ours must raise a named error."""
     run = case["runs"][version]
     semantics = semantics or version
     if "error" in run:

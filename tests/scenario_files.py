@@ -1,6 +1,4 @@
-"""Scenario files for tests that are about something else; where their folder of contrib was deleted, such a test is
-left out.
-"""
+"""Scenario files for tests of other subjects; without their folder of contrib, such a test is skipped."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The page of results: made of what is recorded, ratios alone; and what `--quick` says of them."""
+"""The page of results: it is made from the records and shows only ratios; and the answers of `--quick` about them."""
 
 # ruff: noqa: RUF001 - the times sign
 
@@ -33,14 +33,14 @@ def line(*rows):
     return next(text for text in document(rows).splitlines() if text.startswith("| a figure"))
 
 
-def test_page_and_plot_are_what_is_recorded():
+def test_page_and_plot_agree_with_the_records():
     from benchmarks.page import document, plot
 
     assert document(ROWS.values()) == (HOME / "RESULTS.md").read_text(encoding="utf-8")
     assert plot(ROWS.values()) == (HOME / "scaling.svg").read_text(encoding="utf-8")
 
 
-def test_no_time_stands_on_the_page():
+def test_the_page_has_no_absolute_times():
     page = (HOME / "RESULTS.md").read_text(encoding="utf-8")
     assert re.findall(r"\d (?:[mµn]?s|k/s|M/s|minutes?|seconds?)\b", page) == []
 
@@ -53,7 +53,7 @@ def test_a_figure_that_misses_its_bar_has_a_reason():
     assert [figure.key for figure in figures if figure.missed and not figure.why] == []
 
 
-def test_a_run_next_to_a_peer_shows_the_users_code():
+def test_a_run_compared_with_a_peer_shows_the_users_code():
     groups = ("python -m benchmarks engines", "python -m benchmarks fleet")
     beside = [each for each in ROWS.values() if each["command"] in groups and "run_mocker_trace_replay" in each["peer"]]
     assert beside
@@ -68,12 +68,12 @@ def test_variants_share_a_row():
     )
 
 
-def test_a_bar_may_be_the_most():
+def test_a_bar_may_be_a_maximum():
     assert "| 1.4 × | at most 1.5 × |" in line(row("a figure", 1.4, bar=1.5, most=True))
     assert "missed: a reason" in line(row("a figure", 1.6, bar=1.5, most=True, why="a reason"))
 
 
-def test_the_plot_has_a_point_a_size():
+def test_the_plot_has_one_point_per_size():
     from benchmarks.page import cost_name, plot
 
     rows = [row(cost_name("workers"), cost, variant=size) for size, cost in (("1", 1.0), ("1,024", 3.0))]

@@ -1,4 +1,4 @@
-"""What runs elsewhere is what `.ci/run` and CONTRIBUTING.md say."""
+"""The workflows of CI agree with `.ci/run` and CONTRIBUTING.md."""
 
 import re
 import subprocess
@@ -27,7 +27,7 @@ def body_of(function):
 
 
 def steps_of(function):
-    """The steps of a function of `.ci/run`, and of those that it calls."""
+    """Return the steps of a function of `.ci/run`, and those of the functions that it calls."""
     body = body_of(function)
     called = [
         name
@@ -37,7 +37,7 @@ def steps_of(function):
     return [*re.findall(r"\bstep (['\"].*?['\"]) ", body), *(step for name in called for step in steps_of(name))]
 
 
-def test_the_workflow_runs_each_lane_and_the_tests_deep_on_one_python_and_quick_on_the_others():
+def test_the_workflow_runs_each_lane_with_deep_tests_on_one_python_and_quick_tests_on_the_others():
     matrix = JOB["strategy"]["matrix"]
     assert sorted([*matrix["lane"], "quick"]) == sorted(LANES)
     assert {each["lane"] for each in matrix["include"]} == {"quick"}
@@ -50,7 +50,7 @@ def test_each_step_is_in_one_lane():
     assert sorted(re.findall(r"\bstep (['\"].*?['\"]) ", RUN)) == sorted([*steps, "'sdist and wheel'"])
 
 
-def test_all_of_ci_is_all_lanes_but_that_of_other_pythons():
+def test_all_of_ci_runs_every_lane_except_quick():
     bodies = "".join(map(body_of, ("everything", "all_deep", "others", "interop_newer")))
     assert [lane for lane in LANES if not re.search(rf"\b{lane}\b", bodies)] == ["quick"]
 
@@ -64,16 +64,16 @@ def test_the_tests_run_deep_once_and_quick_elsewhere():
 
 
 @pytest.mark.parametrize("function", ["quick_tests", "oldest", "sdist_without_contrib"])
-def test_a_quick_lane_names_the_tests_that_take_long(function):
+def test_a_quick_lane_fails_slow_tests(function):
     assert "--most-cpu" in body_of(function)
 
 
-def test_the_tests_of_the_sdist_run():
+def test_the_sdist_is_tested():
     assert "-m build" in body_of("distributions")
     assert "pytest_kvmock-*.tar.gz" in body_of("sdist_without_contrib")
 
 
-def test_steps_are_summed_with_the_seconds_of_each(tmp_path):
+def test_steps_are_summed_up_with_their_seconds(tmp_path):
     (tmp_path / "steps").write_text("0 12 0 3 lint, types\n1 5 2 40 tests of a room\n", encoding="utf-8")
     script = f"source '{ROOT}/.ci/run'; rm -r \"$work\"; work='{tmp_path}'; summary || echo bad; work=; trap - EXIT"
     done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True)
@@ -87,7 +87,7 @@ def test_steps_are_summed_with_the_seconds_of_each(tmp_path):
     )
 
 
-def test_the_workflow_tries_each_python_that_is_named():
+def test_the_workflow_tests_each_declared_python():
     matrix = JOB["strategy"]["matrix"]
     versions = {*matrix["python"], *(each["python"] for each in matrix["include"])}
     named = (
@@ -103,19 +103,19 @@ each_job = pytest.mark.parametrize(("name", "job", "work"), JOBS, ids=[f"{name}-
 
 
 @each_job
-def test_a_job_ends_and_its_actions_are_named_by_tag(name, job, work):
+def test_each_job_has_a_time_limit_and_tagged_actions(name, job, work):
     assert work["timeout-minutes"] <= 30
     used = [step["uses"] for step in work["steps"] if "uses" in step]
     assert [each for each in used if not re.search(r"@(v\d+|release/v\d+)$", each)] == []
 
 
 @pytest.mark.parametrize(("name", "job"), [("ci", "lane"), ("docs", "site")])
-def test_packages_of_pip_are_cached(name, job):
+def test_pip_packages_are_cached(name, job):
     set_ups = [step["with"] for step in WORKFLOWS[name]["jobs"][job]["steps"] if "setup-python" in step.get("uses", "")]
     assert [(each["cache"], each["cache-dependency-path"]) for each in set_ups] == [("pip", "pyproject.toml")]
 
 
-def test_a_release_is_a_tag_after_all_lanes_and_has_no_token():
+def test_a_release_needs_a_tag_and_all_lanes_and_uses_no_secret():
     release = WORKFLOWS["release"]
     assert release[True] == {"push": {"tags": ["v*"]}}  # YAML reads `on` as true
     jobs = release["jobs"]
@@ -133,14 +133,14 @@ def test_the_site_is_published_from_main():
     assert docs["jobs"]["publish"]["needs"] == "site"
 
 
-def test_actions_are_raised_by_dependabot_and_workflows_have_a_linter():
+def test_dependabot_updates_actions_and_a_linter_checks_workflows():
     updates = yaml.safe_load((ROOT / ".github/dependabot.yml").read_text(encoding="utf-8"))["updates"]
     assert [each["package-ecosystem"] for each in updates] == ["github-actions"]
     assert "zizmor" in body_of("workflows")
     assert "step 'workflows' workflows" in body_of("static_checks")
 
 
-def test_extras_are_what_users_install_and_groups_what_checks_need():
+def test_extras_are_for_users_and_groups_for_checks():
     assert set(PROJECT["project"]["optional-dependencies"]) == {
         "wire",
         "zmq",
@@ -155,16 +155,16 @@ def test_extras_are_what_users_install_and_groups_what_checks_need():
     assert "pip>=25.1" in body_of("distributions")
 
 
-def test_the_url_of_the_project_is_given():
+def test_the_project_has_a_repository_url():
     assert PROJECT["project"]["urls"] == {"Repository": "https://github.com/pytest-kvmock/pytest-kvmock"}
 
 
-def test_a_lane_that_is_not_there_is_one_line():
+def test_an_unknown_lane_is_refused_in_one_line():
     done = subprocess.run(["bash", str(ROOT / ".ci/run"), "lint"], check=False, capture_output=True, text=True)
     assert (done.returncode, done.stderr) == (2, f".ci/run: there is no lane lint; there are: {' '.join(LANES)}\n")
 
 
-def test_pre_commit_has_the_checks_of_contributing():
+def test_pre_commit_runs_the_checks_of_contributing():
     line = re.search(r"^\.venv/bin/ruff check.*", (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"), re.MULTILINE)[
         0
     ]
@@ -174,14 +174,14 @@ def test_pre_commit_has_the_checks_of_contributing():
 
 
 @pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
-def test_a_report_asks_for_what_can_be_pasted_and_for_versions(path):
+def test_a_report_template_requires_a_reproduction_and_versions(path):
     asked = {each["id"]: each for each in yaml.safe_load(path.read_text(encoding="utf-8"))["body"]}
     assert {"reproduction", "versions"} <= {*asked}
     assert asked["reproduction"]["attributes"]["render"] == "python"
     assert all(each["validations"]["required"] for each in asked.values())
 
 
-def test_there_is_a_report_for_each_of_three():
+def test_there_are_three_report_templates():
     assert [path.stem for path in TEMPLATES] == [
         "engine_differs",
         "right_implementation_fails",
@@ -189,5 +189,5 @@ def test_there_is_a_report_for_each_of_three():
     ]
 
 
-def test_the_limits_of_the_page_on_security_are_those_of_the_code():
+def test_the_security_page_states_the_limit_of_the_code():
     assert f"bodies above {MOST_BODY // 2**20} MiB" in (ROOT / "SECURITY.md").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""How deep a run of these tests looks, which of them a quick one makes, and what each may take."""
+"""The depth of a run of these tests, which tests a quick run has, and how long each may take."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ import pytest
 HERE = Path(__file__).parent
 
 
-def test_a_deep_run_tries_all(monkeypatch):
+def test_a_deep_run_tries_everything(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", True)
     assert (100, range(20), [1, 2, 3]) == (depth.examples(100), depth.seeds(20), depth.few([1, 2, 3]))
 
@@ -18,19 +18,19 @@ def test_a_quick_run_tries_a_tenth_and_the_first_seeds(monkeypatch):
     assert (30, range(5)) == (depth.examples(300), depth.seeds(20))
 
 
-def test_a_quick_run_tries_no_more_than_a_deep_one_and_no_less_than_ten(monkeypatch):
+def test_a_quick_run_tries_at_least_ten_examples_but_no_more_than_a_deep_run(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", False)
     assert [depth.examples(deep) for deep in (30, 10, 7)] == [10, 10, 7]
     assert range(2) == depth.seeds(2)
 
 
 @pytest.mark.parametrize(("quick", "expected"), [(1, [0]), (2, [0, 5]), (3, [0, 3, 6]), (10, list(range(10)))])
-def test_a_quick_run_tries_few_of_many_alike_spread_over_all(monkeypatch, quick, expected):
+def test_a_quick_run_tries_few_of_many_similar_values_spread_over_all(monkeypatch, quick, expected):
     monkeypatch.setattr(depth, "DEEP", False)
     assert depth.few(range(10), quick) == expected
 
 
-def test_a_quick_run_tries_all_where_there_are_no_more(monkeypatch):
+def test_a_quick_run_tries_all_values_if_there_are_few(monkeypatch):
     monkeypatch.setattr(depth, "DEEP", False)
     assert depth.few(iter("ab"), 3) == ["a", "b"]
 
@@ -64,7 +64,7 @@ def conftest(pytestconfig):
 
 @pytest.fixture
 def hooks_of(conftest, monkeypatch):
-    """A plugin with some of the hooks of these tests, in a quick run or in a deep one."""
+    """Return a maker of a plugin with some of the hooks of these tests, in a quick run or in a deep one."""
 
     def make(*names, deep):
         monkeypatch.setattr(conftest, "DEEP", deep)
@@ -76,7 +76,7 @@ def hooks_of(conftest, monkeypatch):
 
 @pytest.fixture
 def collected(conftest, hooks_of, pytester, monkeypatch):
-    """The names of the tests that are made of FILE, at a path below `tests/`."""
+    """Return a function that collects FILE at a path below `tests/` and returns the names of its tests."""
 
     def run(path, *, deep):
         monkeypatch.setattr(conftest, "HERE", pytester.path)
@@ -97,20 +97,20 @@ ALL += ["test_each[1]", "test_each[2]", "test_none", "test_of_a_matrix[lru]", "t
 FIRST = ["test_value[1]", "test_of_an_axis[x-1]", "test_each[1]", "test_each[2]", "test_none", "test_of_a_matrix[lru]"]
 
 
-def test_a_quick_run_of_a_room_has_each_test_with_its_first_parameters(collected):
+def test_a_quick_run_of_a_folder_has_each_test_with_its_first_parameters(collected):
     assert sorted(collected("engines/vllm/test_a.py", deep=False)) == sorted(FIRST)
 
 
 @pytest.mark.parametrize("path", ["plugin/test_a.py", "test_a.py"])
-def test_a_quick_run_has_all_of_the_plugin_and_the_top_level(collected, path):
+def test_a_quick_run_has_all_tests_of_the_plugin_and_the_top_level(collected, path):
     assert sorted(collected(path, deep=False)) == sorted(ALL)
 
 
-def test_a_deep_run_of_a_room_has_all(collected):
+def test_a_deep_run_of_a_folder_has_all_tests(collected):
     assert sorted(collected("engines/vllm/test_a.py", deep=True)) == sorted(ALL)
 
 
-def test_a_class_for_the_deep_run_is_not_collected_in_a_quick_one(monkeypatch):
+def test_a_class_for_deep_runs_is_not_collected_in_a_quick_run(monkeypatch):
     for deep in (True, False):
         monkeypatch.setattr(depth, "DEEP", deep)
         assert depth.only_deep(type("TestIt", (), {})).__test__ is deep
@@ -126,7 +126,7 @@ def test_short(): pass
 
 
 @pytest.mark.parametrize(("run", "code"), [("quick --most-cpu", 1), ("quick", 0), ("deep --most-cpu", 0)])
-def test_a_lane_fails_by_a_test_that_takes_long_and_says_nothing_of_it(conftest, hooks_of, pytester, run, code):
+def test_a_quick_lane_fails_for_a_slow_test_without_a_mark(conftest, hooks_of, pytester, run, code):
     names = ("configure", "addoption", "runtest_protocol", "runtest_makereport", "terminal_summary")
     which, *options = run.split()
     plugin = hooks_of(*names, deep=which == "deep")

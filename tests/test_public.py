@@ -1,4 +1,4 @@
-"""The public names: all there, all documented, and none loaded before it is used."""
+"""The public names: each exists, is documented, and is loaded only when it is used."""
 
 import ast
 import importlib
@@ -16,18 +16,18 @@ import pytest_kvmock
 
 
 @pytest.mark.parametrize("name", sorted(set(pytest_kvmock.__all__) - {"__version__"}))
-def test_a_public_name_is_there_and_says_what_it_is(name):
+def test_a_public_name_exists_and_is_documented(name):
     value = getattr(pytest_kvmock, name)
     if inspect.isclass(value) or inspect.isroutine(value):
         assert inspect.getdoc(value)
 
 
-def test_an_unknown_name_is_an_attribute_error():
+def test_an_unknown_name_raises_an_attribute_error():
     with pytest.raises(AttributeError, match="no attribute 'Nothing'"):
         pytest_kvmock.Nothing  # noqa: B018 - to look it up is the test
 
 
-def test_importing_the_package_loads_none_of_its_rooms():
+def test_importing_the_package_loads_none_of_its_modules():
     code = "import sys, pytest_kvmock; print(*sorted(m for m in sys.modules if m.startswith('pytest_kvmock')))"
     loaded = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
     assert loaded == ["pytest_kvmock"]
@@ -46,12 +46,12 @@ def test_everything_but_the_plugin_works_without_pytest():
     assert result.stdout == "{0: 4}\n"
 
 
-def test_the_readable_names_are_the_table_of_homes():
+def test_dir_lists_the_public_names():
     assert sorted(pytest_kvmock.__all__) == dir(pytest_kvmock)
 
 
 def test_type_checkers_see_the_names_of_the_table():
-    """The names stand twice: as imports, for those who read types, and as a table, by which they are loaded late."""
+    """The names are listed twice: as imports for type checkers, and as a table for loading on use."""
     tree = ast.parse(inspect.getsource(pytest_kvmock))
     block = next(node for node in tree.body if isinstance(node, ast.If))
     imported = [(node.module, alias.name, alias.asname) for node in block.body for alias in node.names]
@@ -76,14 +76,14 @@ def test_type_checkers_see_the_names_of_the_table():
         ("wire.sockets", "KvPublisher KvSubscriber"),
     ],
 )
-def test_the_names_of_one_subject_are_in_its_module(module, names):
+def test_names_of_one_subject_are_in_its_module(module, names):
     home = importlib.import_module(f"pytest_kvmock.{module}")
     assert {*names.split()} <= {*home.__all__}
     assert not {*names.split()} & {*pytest_kvmock.__all__}
 
 
-def test_what_public_fixtures_give_has_a_public_name():
-    """Of one that makes things, what it makes; the name is at the root, or in the module of its subject."""
+def test_the_types_of_public_fixtures_have_public_names():
+    """For a fixture that makes things, the type made; its name is at the root or in the module of its subject."""
     functions = [each for module in MODULES for each in ast.parse(inspect.getsource(module)).body]
     given = {each.name: ast.unparse(each.returns) for each in functions if getattr(each, "name", "") in FIXTURES}
     assert set(FIXTURES) == set(given)
@@ -94,13 +94,13 @@ def test_what_public_fixtures_give_has_a_public_name():
 
 
 @pytest.mark.parametrize("name", SUBJECTS)
-def test_a_module_of_public_names_has_what_it_lists(name):
+def test_a_public_module_has_the_names_that_it_lists(name):
     module = importlib.import_module(f"pytest_kvmock.{name}")
     values = [getattr(module, name) for name in module.__all__]
     assert [each for each in values if inspect.isclass(each) and not inspect.getdoc(each)] == []
 
 
-def test_the_contracts_are_listed_and_nothing_else_is_there():
+def test_the_testing_module_has_exactly_the_contracts_that_it_lists():
     from pytest_kvmock import testing
 
     assert sorted(testing.__all__) == sorted(dir(testing))
@@ -109,8 +109,8 @@ def test_the_contracts_are_listed_and_nothing_else_is_there():
         testing.IndexContracts  # noqa: B018 - it raises
 
 
-def test_what_a_mock_raises_is_of_one_family():
-    """A verdict is an assertion, and stands apart."""
+def test_exceptions_of_the_mocks_derive_from_one_class():
+    """A verdict is an assertion, and does not derive from it."""
     modules = [importlib.import_module(f"pytest_kvmock.{name}") for name in SUBJECTS]
     values = [getattr(module, name) for module in (pytest_kvmock, *modules) for name in module.__all__]
     raised = {each for each in values if inspect.isclass(each) and issubclass(each, Exception)}
@@ -122,7 +122,7 @@ def test_what_a_mock_raises_is_of_one_family():
 IMPORTED = re.compile(r"^\s*(?:from|import) (pytest_kvmock[\w.]*)", re.MULTILINE)
 
 
-def test_what_users_read_imports_from_doors_alone():
+def test_documentation_and_examples_import_only_from_doors():
     root = Path(__file__).parents[1]
     read = [root / "README.md", *(root / "docs").rglob("*.md"), *(root / "examples").rglob("*.py")]
     behind = {
@@ -134,8 +134,8 @@ def test_what_users_read_imports_from_doors_alone():
     assert behind == set()
 
 
-def test_tests_that_users_would_write_import_from_doors_alone():
-    """They stand in strings here, which pytester makes files of."""
+def test_tests_as_users_write_them_import_only_from_doors():
+    """They are strings in our tests, which pytester writes to files."""
     root = Path(__file__).parent
     written = {
         (path.relative_to(root).as_posix(), name)

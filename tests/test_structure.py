@@ -1,4 +1,4 @@
-"""The shape of the house: no imports in a circle, modules of one subject, names that are told apart."""
+"""The structure of the package: no import cycles, modules of one subject, distinguishable names."""
 
 import ast
 import inspect
@@ -22,7 +22,7 @@ from pytest_kvmock.oracle.hygiene.rules import RULES
 from pytest_kvmock.plugin.markers import KVMOCK_KEYS
 from pytest_kvmock.servers import KvServer
 
-pytestmark = worth_its_time  # whichever test is the first parses all modules
+pytestmark = worth_its_time  # the first test to run parses all modules
 
 HOME = Path(pytest_kvmock.__file__).parent
 MODULES = {
@@ -33,43 +33,43 @@ MODULES = {
 MOST_LINES = 400
 MOST_OF_ONE_SUBJECT = 800
 LEAST_LINES = 60
-MOST_FILES = 26  # in a folder, `__init__.py` counted
+MOST_FILES = 26  # in a folder, including `__init__.py`
 
 DOORS = ["contrib", "engines", "fleets", "harness", "oracle", "plugin", "servers", "testing", "values", "wire"]
 
 SHORT_ON_PURPOSE = {
-    "hookspecs",  # it is given to pluggy whole, and where authors of other plugins look first
-    "captures",  # only who captures loads it, and the files that it needs
-    "vectors_command",  # only who types it loads more
-    "plugin",  # a folder of contrib as pytest sees it, however little that is
+    "hookspecs",  # pluggy gets the whole module, and authors of other plugins look here first
+    "captures",  # only users of captures load it and the files that it needs
+    "vectors_command",  # only users of the command load more
+    "plugin",  # what pytest sees of a folder of contrib, however little that is
 }
 
 TOLD_APART_BY_FOLDERS = {
     "verdict",  # of a test's events; in plugin, what it does to the test
-    "events",  # values that travel; in reduce, cutting down a stream of them
+    "events",  # values that travel; in reduce, the reduction of a stream of them
     "hashes",  # vLLM's and SGLang's
     "index",  # the router's; in testing, the contract of one
     "manager",  # the protocol of block managers; in testing, the contract of one
     "offload",  # the protocol of further tiers; in tiers, the host
     "plugin",  # fixtures, options and hooks of each folder of contrib
-    "program",  # what is played; in reduce, the one that is cut down
+    "program",  # a played program; in reduce, a reduced one
     "replay",  # of a trace on engines; in reduce, of what a harness recorded
-    "recovery",  # what workers keep and routers ask; in harness, the test's hold on it
+    "recovery",  # what workers keep and routers request; in harness, the test's access to it
     "report",  # of problems; in plugin, of a run of pytest
     "speculative",  # vLLM's and SGLang's
     "text",  # of problems; in reduce, of reproductions
-    "worker",  # an engine; in harness, one that is watched; in testing, the contract of one
+    "worker",  # an engine; in harness, a watched one; in testing, the contract of one
 }
 
 
 @cache
 def nodes_of(path):
-    """All nodes of a module, its own first. A module is parsed once, whatever is asked of it."""
+    """Return all nodes of a module, its own first. A module is parsed once for all queries."""
     return [*ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
 
 
 def imported(path, name):
-    """The modules of the package that one module imports, wherever in it: at its top, in a function, for types only."""
+    """Return the modules of the package that a module imports at its top, in functions, or only for types."""
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
     for node in nodes_of(path):
         if isinstance(node, ast.Import):
@@ -84,9 +84,9 @@ def imported(path, name):
 
 @pytest.fixture(scope="module")
 def graph():
-    """Which modules each module imports."""
+    """Return, for each module, the modules that it imports."""
     return {
-        # The root knows all rooms by name, and loads each when somebody asks for it.
+        # The root has the names of all its folders, and loads each only when a name is used.
         name: {each for each in imported(path, name) if each in MODULES and each != name} - {"pytest_kvmock"}
         for name, path in MODULES.items()
         if name != "pytest_kvmock"
@@ -94,7 +94,7 @@ def graph():
 
 
 def cycles(graph):
-    """Sets of modules each of which reaches all others of its set (Tarjan's strongly connected components)."""
+    """Return sets of modules that all reach each other (Tarjan's strongly connected components)."""
     number, low, stack, found = {}, {}, [], []
 
     def visit(name):
@@ -127,12 +127,12 @@ def docstring_of(name):
 
 
 def is_a_reexport(name):
-    """Whether a module has imports, and the list of what they bring, and nothing else."""
+    """Return whether a module has only imports and the list of imported names."""
     body = nodes_of(MODULES[name])[0].body
     return all(isinstance(each, ast.Import | ast.ImportFrom | ast.Assign | ast.Expr) for each in body)
 
 
-def test_a_circle_is_found():
+def test_a_cycle_of_imports_is_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": {"e"}, "e": {"d"}, "f": {"a"}}
     assert cycles(graph) == [{"a", "b", "c"}, {"d", "e"}]
 
@@ -143,7 +143,7 @@ def test_imports_in_functions_and_for_types_count(graph):
     assert "pytest_kvmock.plugin.hookspecs" in graph["pytest_kvmock.plugin.hooks"]  # a module from its package
 
 
-def test_no_imports_run_in_a_circle(graph):
+def test_no_imports_form_a_cycle(graph):
     assert cycles(graph) == []
 
 
@@ -151,7 +151,7 @@ KINDS = {"vllm", "sglang", "1.2.1", "mixed", "1.6.1"}
 
 
 def compared(node):
-    """The strings that an expression compares something with."""
+    """Yield the strings that an expression compares something with."""
     if isinstance(node, ast.Compare):
         for side in (node.left, *node.comparators):
             for each in ast.walk(side):
@@ -163,7 +163,7 @@ def strings_of(path):
     return {node.value for node in nodes_of(path) if isinstance(node, ast.Constant) and isinstance(node.value, str)}
 
 
-def test_engine_types_and_releases_of_schedulers_are_compared_at_one_place_each():
+def test_engine_types_and_releases_of_schedulers_are_compared_in_one_place_each():
     found = {
         name for name, path in MODULES.items() if any(not KINDS.isdisjoint(compared(node)) for node in nodes_of(path))
     }
@@ -173,18 +173,18 @@ def test_engine_types_and_releases_of_schedulers_are_compared_at_one_place_each(
     }
 
 
-def test_names_of_rules_are_strings_at_one_place():
+def test_rule_names_are_strings_in_one_place():
     found = {
         name: strings & {*RULES}
         for name, path in MODULES.items()
         if not (strings := strings_of(path)).isdisjoint(RULES) and name != "pytest_kvmock.oracle.hygiene.rules"
     }
-    a_fault = {"sink_failure"}  # of the same name as the rule that it breaks
+    a_fault = {"sink_failure"}  # a fault with the name of the rule that it breaks
     assert {
         "pytest_kvmock.oracle.faults.kinds": a_fault,
         "pytest_kvmock.harness.faults": a_fault,
         "pytest_kvmock.oracle.hygiene.injection": a_fault,
-        # An index and its judge import nothing of each other, and these are Dynamo's names of the errors of one.
+        # An index and its judge do not import each other, and these are Dynamo's names of index errors.
         "pytest_kvmock.oracle.index.index": {"parent_block_not_found", "block_not_found", "invalid_block"},
     } == found
 
@@ -196,45 +196,45 @@ def test_each_ignored_mypy_error_has_a_reason():
     assert [(name, line) for name, line in ignored if not re.search(r"# type: ignore\[[\w, -]+\]  # \w", line)] == []
 
 
-def test_a_long_module_says_which_its_one_subject_is():
+def test_a_long_module_states_its_one_subject():
     long = {name: lines for name in MODULES if (lines := lines_of(name)) > MOST_LINES}
     assert {name: lines for name, lines in long.items() if lines > MOST_OF_ONE_SUBJECT} == {}
     assert [name for name in long if "One subject" not in docstring_of(name)] == []
 
 
-def test_a_short_module_is_joined_to_its_subject():
+def test_no_module_is_too_short_unless_it_only_reexports_or_is_listed():
     short = {name for name in MODULES if lines_of(name) < LEAST_LINES and not is_a_reexport(name)}
     rest = {name for name in short if MODULES[name].stem not in {"__init__", *SHORT_ON_PURPOSE}}
     assert set() == rest
 
 
-def test_two_modules_of_one_name_are_told_apart_by_their_folders():
+def test_two_modules_share_a_name_only_if_their_folders_distinguish_them():
     names = Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
     assert set() == {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS
 
 
-def test_the_house_has_ten_doors():
+def test_the_package_has_ten_doors():
     found = {path.relative_to(HOME).parts[0] for path in MODULES.values()}
     assert sorted(found - {"__init__.py", "__main__.py"}) == DOORS
 
 
-def test_a_folder_is_small_enough_to_look_over():
+def test_no_folder_has_too_many_files():
     files = Counter(path.parent.relative_to(HOME).as_posix() for path in MODULES.values())
     large = {folder: count for folder, count in files.items() if count > MOST_FILES}
     assert large == {}, "join what is one subject, or make a folder of its own; do not raise the number"
 
 
 def names_of_classes(path):
-    """The names of all classes that one module defines, wherever in it."""
+    """Return the names of all classes that a module defines, including nested ones."""
     return [node.name for node in nodes_of(path) if isinstance(node, ast.ClassDef)]
 
 
 def twins(names):
-    """What stands more than once."""
+    """Return the names that occur more than once."""
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
-def test_a_class_in_a_class_or_in_a_function_has_a_name_too(tmp_path):
+def test_classes_within_classes_and_functions_are_counted_too(tmp_path):
     module = tmp_path / "module.py"
     module.write_text("class A:\n    class B: ...\n\ndef make():\n    class A: ...\n", encoding="utf-8")
     assert sorted(names_of_classes(module)) == ["A", "A", "B"]
@@ -246,7 +246,7 @@ def test_no_two_public_classes_share_a_name():
     assert twins(names) == []
 
 
-def test_no_private_name_of_a_class_stands_twice_within_a_room():
+def test_no_two_private_classes_of_a_folder_share_a_name():
     names = [
         (path.relative_to(HOME).parts[0], name)
         for path in MODULES.values()
@@ -346,22 +346,22 @@ STOREYS = {
     ),
     "core": (("*",), 20_450),
 }
-"""What a storey is made of, and its budget in lines of code. The first that has a module is its storey.
+"""The files of each storey, and its budget in lines of code. A module belongs to the first storey that matches it.
 
-Who needs more lines raises the budget in the same commit, and says in its message what fell instead, or why nothing
-could.
+A commit that needs more lines raises the budget, and its message says what was removed instead, or why nothing could
+be removed.
 """
 
 
 @cache
 def code_lines(path):
-    """The lines that have code: no docstrings, comments or blank lines."""
+    """Return the number of lines with code: no docstrings, comments or blank lines."""
     text = path.read_text(encoding="utf-8")
     documentation = set()
     for node in nodes_of(path):
         body = getattr(node, "body", None)
         if isinstance(body, list):
-            for each in body:  # a text that stands by itself documents what is before it
+            for each in body:  # a string statement documents what precedes it
                 if (
                     isinstance(each, ast.Expr)
                     and isinstance(each.value, ast.Constant)
@@ -381,7 +381,7 @@ def storey_of(path):
     return next(storey for storey, (patterns, _) in STOREYS.items() if any(fnmatch(name, each) for each in patterns))
 
 
-def test_lines_of_code_are_counted_without_what_explains_them(tmp_path):
+def test_code_lines_are_counted_without_comments_and_docstrings(tmp_path):
     module = tmp_path / "module.py"
     module.write_text(
         '"""What\nfor."""\n\n# why\nA = (\n    1,\n)\n"""An A."""\n\n\ndef f():\n    """F."""\n    return A  # so\n'
@@ -401,14 +401,14 @@ def test_a_storey_keeps_its_budget(storey):
 
 
 BUDGET_SLACK = 100
-"""So much below its budget a storey may be before that is lowered."""
+"""A storey may be this far below its budget; then the budget must be lowered."""
 
 
 def test_every_storey_with_a_budget_has_modules():
     assert set(STOREYS) == {storey_of(path) for path in MODULES.values()}
 
 
-def test_the_block_manager_is_reached_by_its_door(graph):
+def test_other_modules_import_the_block_manager_only_by_its_door(graph):
     door, inside = "pytest_kvmock.contrib.block_manager", "pytest_kvmock.contrib.block_manager."
     over_the_wall = {
         (name, other)
@@ -419,7 +419,7 @@ def test_the_block_manager_is_reached_by_its_door(graph):
     assert set() == over_the_wall, f"import it from {door}, which has the names that are for others"
 
 
-def test_a_door_has_its_tests_under_its_name():
+def test_a_door_has_tests_under_its_name():
     tests = Path(__file__).parent
     rooms = {path.relative_to(HOME).parts[0].removesuffix(".py") for path in MODULES.values()}
     tested = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
@@ -431,7 +431,7 @@ WITHOUT_TESTS = {
     "__init__": "test_public.py has the names of the root",
     "__main__": "a subcommand is tested where it is made",
 }
-"""What has no tests under their name, and where these are."""
+"""Modules without tests under their names, and where their tests are."""
 
 
 COUNTS = {
@@ -450,7 +450,7 @@ COUNTS = {
     "keys of the marker": (lambda: len(KVMOCK_KEYS), 21),
     "options of the command line": (lambda: len(OPTIONS), 25),
 }
-"""What a user must learn, and how much of it there is. It may fall."""
+"""Counts of what a user must learn, with a maximum each. A maximum may be lowered."""
 
 
 def members(a_class):
@@ -474,7 +474,7 @@ DESIGN = REPOSITORY / "docs" / "design.md"
 
 
 def table_of(heading):
-    """The rows of the table below a heading of the page on design, each with its cells."""
+    """Return the rows of the table below a heading of the page on design, each with its cells."""
     text = DESIGN.read_text(encoding="utf-8").partition(f"### {heading}\n")[2].partition("\n#")[0]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("|")]
     return rows[2:]
@@ -484,7 +484,7 @@ def functions_of(path):
     return {node.name for node in nodes_of(path) if isinstance(node, ast.FunctionDef)}
 
 
-def test_twins_are_in_one_table():
+def test_modules_with_a_quick_form_are_listed_as_twins():
     rows = table_of("Twins")
     listed = {re.match(r"`([\w/.]+)`", quick)[1] for quick, *_ in rows}
     quick = {
@@ -504,7 +504,7 @@ def test_twins_are_in_one_table():
 
 
 SKIPPING = {"run_plan", "generate_quietly", "quiet_tokens"}
-"""Functions that run several steps in one, or say how many may be."""
+"""Functions that run several steps in one, or say how many steps may be run so."""
 
 
 def test_code_that_skips_steps_has_a_property_test():

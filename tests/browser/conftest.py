@@ -1,6 +1,4 @@
-"""A browser for pages: Chromium of the system, by playwright. Where there is none, these tests are skipped and say
-so.
-"""
+"""A browser for pages: the system's Chromium, run by playwright. Without it, these tests are skipped with a reason."""
 
 import shutil
 
@@ -9,9 +7,9 @@ import pytest
 
 @pytest.fixture(
     scope="module"
-)  # while it is there an event loop runs, beside which no async test of another module can
+)  # while the fixture exists an event loop runs, and async tests of other modules could not run
 def chromium():
-    """Chromium, headless."""
+    """Return Chromium, headless."""
     sync_api = pytest.importorskip("playwright.sync_api", reason="the dependency group 'browser' is not installed")
     path = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
     if path is None:
@@ -24,9 +22,7 @@ def chromium():
 
 @pytest.fixture
 def visit(chromium):
-    """Open a page of a file, `visit(path, **options)`; a message on its console, or a request for anything, fails
-    the test.
-    """
+    """Open a page of a file: `visit(path, **options)`. A console message or a request for anything fails the test."""
     contexts, said = [], []
 
     def visit(path, **options):

@@ -1,4 +1,4 @@
-"""Pages in a browser: what a reader does with them, and what a checker of accessibility says."""
+"""Pages in a browser: a reader's actions, and the reports of an accessibility checker."""
 
 import json
 from random import Random
@@ -61,7 +61,7 @@ def failing_page(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def long_page(tmp_path_factory, fleet_page):
-    """A page of 12,000 requests over 8 workers, from the data of a short one: no fleet is run for it."""
+    """Write a page of 12,000 requests over 8 workers, made from the data of a short one without running a fleet."""
     path = tmp_path_factory.mktemp("pages") / "long.html"
     data = json.loads(fleet_page.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0])
     rng, requests = Random(1), data["requests"]
@@ -81,7 +81,7 @@ def long_page(tmp_path_factory, fleet_page):
 
 
 def drawn(page):
-    """How many requests the timeline has drawn, when it has."""
+    """Return how many requests the timeline shows after it has drawn them."""
     page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
     return int(page.locator("#timeline").get_attribute("data-shown"))
 
@@ -96,7 +96,7 @@ def violations(page):
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("name", ["fleet_page", "failing_page"])
-def test_a_checker_of_accessibility_finds_nothing(visit, request, name, scheme):
+def test_the_accessibility_checker_finds_no_violations(visit, request, name, scheme):
     page = visit(request.getfixturevalue(name), color_scheme=scheme)
     if name == "fleet_page":
         page.locator("#worst button").first.click()
@@ -111,7 +111,7 @@ def test_markup_in_names_is_shown_as_text(visit, request, name):
 
 
 @pytest.mark.parametrize("name", ["fleet_page", "failing_page"])
-def test_text_scales_and_nothing_is_wider_than_a_narrow_window(visit, request, name):
+def test_text_scales_and_fits_a_narrow_window(visit, request, name):
     page = visit(request.getfixturevalue(name))
     page.set_viewport_size({"width": 480, "height": 900})
     page.evaluate("document.documentElement.style.fontSize = '24px'")
@@ -119,7 +119,7 @@ def test_text_scales_and_nothing_is_wider_than_a_narrow_window(visit, request, n
     assert page.evaluate("document.documentElement.scrollWidth") <= 480
 
 
-def test_no_column_of_a_fleet_is_beyond_the_edge_of_a_usual_window(visit, fleet_page):
+def test_fleet_tables_fit_a_usual_window(visit, fleet_page):
     page = visit(fleet_page)
     page.set_viewport_size({"width": 1400, "height": 900})
     tables = page.evaluate(
@@ -129,7 +129,7 @@ def test_no_column_of_a_fleet_is_beyond_the_edge_of_a_usual_window(visit, fleet_
     assert all(wide <= room for wide, room in tables)
 
 
-def test_the_theme_is_switched(visit, fleet_page):
+def test_the_theme_can_be_switched(visit, fleet_page):
     page = visit(fleet_page, color_scheme="dark")
     back = "getComputedStyle(document.body).backgroundColor"
     dark = page.evaluate(back)
@@ -137,7 +137,7 @@ def test_the_theme_is_switched(visit, fleet_page):
     assert dark != page.evaluate(back)
 
 
-def test_filters_show_how_many_are_left(visit, fleet_page):
+def test_filters_show_the_number_of_requests_left(visit, fleet_page):
     page = visit(fleet_page)
     shown = page.locator("#shown")
     assert shown.inner_text() == "60 of 60 requests"
@@ -160,7 +160,7 @@ def test_a_request_shows_its_pick_with_all_candidates(visit, fleet_page):
     assert "(least cost)" in panel.inner_text()
 
 
-def test_the_timeline_is_worked_by_keys(visit, fleet_page):
+def test_the_timeline_can_be_used_by_keyboard(visit, fleet_page):
     page = visit(fleet_page)
     timeline = page.locator("#timeline")
     timeline.focus()
@@ -197,7 +197,7 @@ def test_twelve_thousand_requests_can_be_zoomed_and_filtered(visit, long_page):
     assert page.locator("#shown").inner_text() == "240 of 12,000 requests"
 
 
-def test_a_failing_test_opens_at_its_problem_and_is_stepped_through(visit, failing_page):
+def test_a_failing_test_opens_at_its_problem_and_can_be_stepped_through(visit, failing_page):
     page = visit(failing_page)
     title = page.locator("#event h3")
     assert title.inner_text().startswith("Entry 5: Removed")
@@ -211,7 +211,7 @@ def test_a_failing_test_opens_at_its_problem_and_is_stepped_through(visit, faili
     assert title.inner_text().startswith("Entry 5:")
 
 
-def test_the_reproduction_is_copied(visit, failing_page):
+def test_the_reproduction_can_be_copied(visit, failing_page):
     page = visit(failing_page)
     page.get_by_role("button", name="Copy reproduction").click()
     page.get_by_text("copied", exact=False).wait_for()

@@ -1,4 +1,4 @@
-"""The screenshots of the documentation: KVMOCK_WRITE_DOCS=1 makes them anew."""
+"""The screenshots of the documentation: KVMOCK_WRITE_DOCS=1 writes them again."""
 
 import os
 from pathlib import Path
@@ -18,7 +18,7 @@ MOST_BYTES = 150_000
 
 
 class ForgetsOne(RadixIndex):
-    """Loses the third Removed that it is given."""
+    """Loses its third Removed."""
 
     removed = 0
 
@@ -61,7 +61,7 @@ def failing_test(path):
     "document.querySelector('.controls select#by-worker').scrollIntoView()")),
     ("page-of-a-test", failing_test, "scrollTo(0, 0)"),
 ])  # fmt: skip
-def test_a_screenshot_is_that_of_a_page(visit, tmp_path, name, make, look):
+def test_a_screenshot_of_a_page_stays_within_its_size(visit, tmp_path, name, make, look):
     make(tmp_path / "page.html")
     page = visit(tmp_path / "page.html", device_scale_factor=1)
     page.set_viewport_size({"width": 1100, "height": 900})

@@ -1,4 +1,4 @@
-"""Engines that somebody could have written, each with one bug: a real manager whose events are altered on their way."""
+"""Plausible engines with one bug each: a real manager whose events are altered before the sink gets them."""
 
 import dataclasses
 from collections import Counter
@@ -6,13 +6,13 @@ from collections import Counter
 from pytest_kvmock import BACKENDS, KvCacheEvent, Removed, StorageTier, Stored
 
 EVERY = 3
-"""Of the events that a bug can spoil, it spoils one in so many."""
+"""A bug alters one of this many events that it could alter."""
 
 
 class Altered:
-    """A sink that passes on what a bug makes of each event, with event ids of its own.
+    """A sink that passes on the events that a bug makes of each event, with event ids of its own.
 
-    A subclass changes an event by `alter`: data, each with its token ids.
+    A subclass overrides `alter`, which yields pairs of event data and token ids.
     """
 
     def __init__(self, sink):
@@ -24,7 +24,7 @@ class Altered:
     def publish(self, event, storage_tier, token_ids, extra=None):
         if (
             extra is not None and "window_size" in extra
-        ):  # by which blocks that are not full are told; its lists are of blocks
+        ):  # by it readers expect partial blocks; other fields are lists per block
             self.extra = {"window_size": extra["window_size"]}
         for data, tokens in self.alter(event.data, token_ids):
             self.pass_on(data, tokens, event.dp_rank)
@@ -34,10 +34,10 @@ class Altered:
         self.next_id += 1
 
     def end_step(self):
-        """The engine has done what it was asked for."""
+        """Called when the engine has finished a requested action."""
 
     def is_due(self, what):
-        """Whether this one, of those of which so many were seen, is to be spoilt."""
+        """Return whether this one of every EVERY calls for the same thing is to be altered."""
         self.seen[what] += 1
         return not self.seen[what] % EVERY
 
@@ -46,7 +46,7 @@ class Altered:
 
 
 class ForgetsARemoved(Altered):
-    """A Removed is not published."""
+    """Does not publish some Removed events."""
 
     def alter(self, data, token_ids):
         if not (isinstance(data, Removed) and self.is_due("removed")):
@@ -54,7 +54,7 @@ class ForgetsARemoved(Altered):
 
 
 class RemovesParentsFirst(Altered):
-    """Blocks that are evicted one after the other are published parents first, an event each."""
+    """Publishes consecutively evicted blocks parents first, in an event each."""
 
     def __init__(self, sink):
         super().__init__(sink)
@@ -74,7 +74,7 @@ class RemovesParentsFirst(Altered):
 
 
 class NamesAWrongParent(Altered):
-    """A Stored below another block names the first block that was ever stored."""
+    """Names the first block ever stored as the parent in some Stored events."""
 
     def __init__(self, sink):
         super().__init__(sink)
@@ -90,7 +90,7 @@ class NamesAWrongParent(Altered):
 
 
 class StoresTwice(Altered):
-    """A Stored is published twice."""
+    """Publishes some Stored events twice."""
 
     def alter(self, data, token_ids):
         yield data, token_ids
@@ -99,7 +99,7 @@ class StoresTwice(Altered):
 
 
 class HashesWrongly(Altered):
-    """The last block of a Stored has another hash than the one by which it is named later."""
+    """Stores the last block of some Stored events under another hash than later events use."""
 
     def alter(self, data, token_ids):
         if isinstance(data, Stored) and self.is_due("stored"):
@@ -109,7 +109,7 @@ class HashesWrongly(Altered):
 
 
 class SkipsIds(Altered):
-    """An event id is used up, and no event has it."""
+    """Skips some event ids."""
 
     def alter(self, data, token_ids):
         if self.is_due("event"):
@@ -128,7 +128,7 @@ BUGGY_ENGINES = {
 
 
 class Alters(Altered):
-    """An engine that does with the data of each event what a function does."""
+    """Applies a function to the data of each event."""
 
     def __init__(self, sink, function):
         super().__init__(sink)
@@ -140,7 +140,7 @@ class Alters(Altered):
 
 
 def altered(backend, make_sink, made):
-    """The backend of this name, with a sink between each of its managers and whoever listens; `made` gets the sinks."""
+    """Return the named backend with a sink between each manager and its listener; `made` collects these sinks."""
     spec = BACKENDS[backend]
 
     def make(*, sink, **sizes):

@@ -1,4 +1,4 @@
-"""Indexes that somebody could have written, each with one bug; all but for that are right over every backend."""
+"""Plausible indexes with one bug each; apart from that bug they are right over every backend."""
 
 from collections import Counter, deque
 from contextlib import suppress
@@ -10,7 +10,7 @@ from pytest_kvmock import Cleared, KvCacheEvent, RadixIndex, RadixIndexError, Re
 
 
 class Tree:
-    """A right index: the reference's own tree, which counts copies where they are published."""
+    """A right index: the reference's own tree, which counts copies if the backend publishes them."""
 
     def __init__(self, *, counts=False):
         self.tree = RadixIndex(count_copies=counts)
@@ -30,10 +30,9 @@ class Tree:
 
 
 class Chains:
-    """A right index of another kind: each block with the local hashes from the root to it, and how many copies there
-    are.
+    """A right index of another kind: it holds, for each block, the local hashes from the root and the number of copies.
 
-    A block keeps its chain while its parent is gone, so that it is found again as soon as the parent is back.
+    A block keeps its chain while its parent is gone, so it is found again as soon as the parent is back.
     """
 
     def __init__(self, *, counts=False):
@@ -45,7 +44,7 @@ class Chains:
         key, data = (event.worker_id, event.event.dp_rank), event.event.data
         if isinstance(data, Cleared):
             self.remove_worker_dp_rank(*key)
-        elif event.storage_tier is StorageTier.DEVICE:  # what other tiers have is not asked for
+        elif event.storage_tier is StorageTier.DEVICE:  # no query asks for other tiers
             held, copies = self.held.setdefault(key, {}), self.copies.setdefault(key, Counter())
             if isinstance(data, Stored):
                 self.store(held, copies, data)
@@ -55,7 +54,7 @@ class Chains:
     def store(self, held, copies, data):
         chain = () if data.parent_hash is None else held.get(data.parent_hash)
         for block, local in zip(data.block_hashes, data.tokens_hashes, strict=True):
-            if chain is not None:  # below an unknown parent nobody can ask for it
+            if chain is not None:  # no query can reach a block below an unknown parent
                 chain = held[block] = (*chain, local)
                 copies[block] = copies[block] + 1 if self.counts else 1
 
@@ -83,13 +82,13 @@ class Chains:
 
 
 def with_data(event, data):
-    """The event with other data."""
+    """Return the event with other data."""
     inner = event.event
     return RouterEvent(event.worker_id, KvCacheEvent(inner.event_id, data, inner.dp_rank), event.storage_tier)
 
 
 class IgnoresInnerRemoved(Tree):
-    """A Removed of a block that others stand on changes nothing: "it will go when they go"."""
+    """Ignores a Removed of a block that has children: "it will go when they go"."""
 
     def __init__(self, *, counts=False):
         super().__init__(counts=counts)
@@ -115,7 +114,7 @@ class IgnoresInnerRemoved(Tree):
 
 
 class MixesRanksUp(Tree):
-    """All ranks of a worker are one."""
+    """Treats all ranks of a worker as one."""
 
     def apply(self, event):
         one = RouterEvent(event.worker_id, KvCacheEvent(event.event.event_id, event.event.data, 0), event.storage_tier)
@@ -127,7 +126,7 @@ class MixesRanksUp(Tree):
 
 
 class OverflowingQueue(Tree):
-    """Events wait in a queue of 64, which drops the oldest when it is full."""
+    """Queues up to 64 events and drops the oldest when the queue is full."""
 
     def __init__(self, *, counts=False):
         super().__init__(counts=counts)
@@ -155,7 +154,7 @@ class OverflowingQueue(Tree):
 
 
 class HangsBlocksWrongly(Tree):
-    """A Stored with a parent is hung below the block that was stored last, whichever it was."""
+    """Adds a Stored that has a parent below the block that was stored last, whichever that is."""
 
     def __init__(self, *, counts=False):
         super().__init__(counts=counts)
@@ -172,14 +171,14 @@ class HangsBlocksWrongly(Tree):
 
 
 class AnswersOneShort(Tree):
-    """The last block that is held is not counted."""
+    """Does not count the last block that is held."""
 
     def find_matches(self, local_hashes):
         return {key: blocks - 1 for key, blocks in super().find_matches(local_hashes).items()}
 
 
 class IgnoresCleared(Tree):
-    """A Cleared is an event of a kind that it does not support."""
+    """Ignores a Cleared as an unsupported kind of event."""
 
     def apply(self, event):
         if not isinstance(event.event.data, Cleared):
@@ -187,7 +186,7 @@ class IgnoresCleared(Tree):
 
 
 class ClearsAllRanks(Tree):
-    """A Cleared of one rank clears all ranks of the worker."""
+    """Clears all ranks of a worker at a Cleared of one rank."""
 
     def apply(self, event):
         if isinstance(event.event.data, Cleared):
@@ -198,7 +197,7 @@ class ClearsAllRanks(Tree):
 
 
 class KeepsRemovedWorkers(Tree):
-    """The removal of a worker is read, and not applied."""
+    """Accepts the removal of a worker without applying it."""
 
     def remove_worker(self, worker_id):
         pass
@@ -207,7 +206,7 @@ class KeepsRemovedWorkers(Tree):
 
 
 class ForgetsRankZeroOnly(Tree):
-    """Of a worker that is gone, rank 0 goes."""
+    """Removes only rank 0 of a removed worker."""
 
     def remove_worker(self, worker_id):
         self.tree.remove_worker_dp_rank(worker_id, 0)
@@ -216,7 +215,7 @@ class ForgetsRankZeroOnly(Tree):
 
 
 class QueueOutlivesWorker(Tree):
-    """A worker is removed at once, and its events that still wait bring it back."""
+    """Removes a worker at once, but brings it back by its events that are still queued."""
 
     def __init__(self, *, counts=False):
         super().__init__(counts=counts)
@@ -233,7 +232,7 @@ class QueueOutlivesWorker(Tree):
 
 
 class ReadsRemovedUnsigned(Tree):
-    """The reader of a Removed takes signed hashes for unsigned ones; nothing removes the negative half."""
+    """Reads signed hashes of a Removed as unsigned ones, so it never removes the negative half."""
 
     def apply(self, event):
         data = event.event.data
@@ -244,7 +243,7 @@ class ReadsRemovedUnsigned(Tree):
 
 
 class CountsNoCopies(Tree):
-    """The first Removed takes a block, however many copies of it were stored."""
+    """Removes a block at the first Removed, however many copies of it were stored."""
 
     def __init__(self, *, counts=False):
         super().__init__()
@@ -255,7 +254,7 @@ class CountsNoCopies(Tree):
 
 
 class GrowsWithEvents(Tree):
-    """It keeps every event for ever; its answers are right."""
+    """Keeps every event for ever; its answers are right."""
 
     def __init__(self, *, counts=False):
         super().__init__(counts=counts)

@@ -1,6 +1,6 @@
-"""Random worlds whose streams are captured, and what a check of each capture finds again.
+"""Random worlds whose streams are captured, and the problems that a check of each capture finds.
 
-python tests/corpus/captured_worlds.py 0 160           # the worlds of seeds 0 to 159: a line for each that differs
+python tests/corpus/captured_worlds.py 0 160     # the worlds of seeds 0 to 159: a line for each that differs
 """
 
 # ruff: noqa: T201 - it is a program too
@@ -19,12 +19,12 @@ from worlds import World  # noqa: E402 - as above
 from pytest_kvmock import RouterHarness  # noqa: E402 - as above
 from pytest_kvmock.servers import CaptureFile, CapturingJournal, check_file  # noqa: E402 - as above
 
-UP_TO_RESTARTS = 10  # what they follow from is told by faults, of which a file has less
+UP_TO_RESTARTS = 10  # a problem's later fields name faults, and a file records fewer faults
 
 
 def captured_world(seed, path):
-    """Play a world whose events go into a file; return what it found in its stream, and what a check of the file
-    finds.
+    """Play a world and capture its events in a file; return the problems of its stream and those of a check of the
+    file.
     """
 
     class Captured(RouterHarness):
@@ -43,7 +43,7 @@ def captured_world(seed, path):
 
 
 def of_the_stream(problem):
-    """Whether it is about what arrived: a sink after the router keeps nothing from it."""
+    """Return whether the problem is about what arrived: a sink behind the router does not affect that."""
     if problem.rule == "sink_failure":
         return problem.observed.endswith("the router never got the event")
     return problem.rule not in NOT_OF_THE_STREAM

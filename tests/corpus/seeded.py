@@ -1,12 +1,12 @@
-"""What a seed makes, as digests: traces, traffic, streams, replays, vectors, bytes of the wire, reproductions.
+"""Digests of the results of seeds: traces, traffic, streams, replays, vectors, wire bytes, reproductions.
 
     python tests/corpus/seeded.py                 # prints the table
-    python tests/corpus/seeded.py replay          # of the rows whose names begin so
-    python tests/corpus/seeded.py --text NAME     # what stands behind a row: it is compared with that of another checkout
+    python tests/corpus/seeded.py replay          # prints the rows whose names begin with this
+    python tests/corpus/seeded.py --text NAME     # prints the text behind a row, to compare it with that of another checkout
     python tests/corpus/seeded.py --write         # replaces seeded.tsv
 
-A seed is written down in tests and in failures, and must make the same in the next release. A row that changes is a
-change that users see: where it is meant, the commit says why.
+Tests and failure messages contain seeds, so a seed must give the same result in the next release. Users see the change
+of a row: if the change is intended, the commit says why.
 """  # noqa: E501, W505
 
 # ruff: noqa: T201 - it is a program too
@@ -91,7 +91,7 @@ def traffic(name, seed):
 
 
 def stream(backend, seed):
-    """The events of two workers with two ranks, and what their requests came to."""
+    """Return the events of two workers with two ranks each, and the results of their requests."""
     profile = EngineProfile(4, 12, 2, 2, seed=seed, chunk=None if seed % 2 else 8)
     kv = RouterHarness(profile, backend)
     play(kv, random_traffic(seed, 80, workers=2, ranks=2))
@@ -103,7 +103,7 @@ def stream(backend, seed):
 
 
 def engines(backend, seed):
-    """The events of two engines of a harness that share a clock's time, and what their requests came to."""
+    """Return the events of two engines of a harness that share one clock, and the results of their requests."""
     rng = Random(f"engines {seed}")
     fields = {"max_num_seqs": rng.choice((1, 2, 8)), "max_num_batched_tokens": rng.choice((5, 16, 64))}
     kv = RouterHarness(EngineProfile(4, rng.choice((8, 12, 30)), 2, seed=seed), backend, engine=fields)
@@ -127,7 +127,7 @@ def engines(backend, seed):
 
 
 def moves(backend, seed):
-    """What the traffic of moves in a contract publishes."""
+    """Return the events that the traffic of moves in a contract publishes."""
     sink = CapturingSink()
     manager = create_manager(backend, num_blocks=8, block_size=4, sink=sink)
     traffic = MoveTraffic(manager, seed, fitting=False)
@@ -139,7 +139,7 @@ def moves(backend, seed):
 
 
 def report_text(report):
-    """The summary of a report, without means: Python 3.12 began to add up floats with less error."""
+    """Return the summary of a report without means: Python 3.12 sums floats with a smaller error than older ones."""
     summary = report.to_json()
     return json.dumps(
         {name: summary[name] for name in summary if not name.startswith(("mean_", "std_"))}, sort_keys=True
@@ -147,7 +147,7 @@ def report_text(report):
 
 
 def replayed(case, seed):
-    """The report of a random replay, or why it does not end."""
+    """Return the report of a random replay, or the reason why it does not end."""
     how = case["replay"]
     of_vllm = ("lineage", "lru", "multi_lru", "hash_cache", "vllm")
     is_sglang = case["scheduler"] == "sglang"
@@ -178,7 +178,7 @@ def replayed(case, seed):
 
 
 def hosted(seed):
-    """A replay of the kind "vllm" with a host below the device: its report, and its events."""
+    """Return the report and the events of a replay of the kind "vllm" with a host tier below the device."""
     rng = Random(f"host {seed}")
     case = replay_cases.random_case("vllm", seed)
     host = {
@@ -201,7 +201,7 @@ def hosted(seed):
 
 
 def longest_prefix_first(seed):
-    """A replay of many alike prompts under SGLang's policy that looks for them."""
+    """Return the report of a replay of many similar prompts under SGLang's longest-prefix-first policy."""
     rng = Random(f"lpm {seed}")
     page = rng.choice((1, 4, 16, 32))
     sglang = {"page_size": page, "schedule_policy": "lpm"}
@@ -235,7 +235,7 @@ def request_of(row):
 
 
 def wire(name):
-    """The bytes of a dialect, and what is read of them when they are damaged."""
+    """Return the bytes of a dialect, and what is decoded from damaged copies of them."""
     rng = Random(name)
     lines = []
     for payload in payloads.payloads(name):
@@ -258,7 +258,7 @@ VECTORS = ("vllm-0.19", "vllm-0.33", "sglang-0.5.23", "dynamo-router-event")
 
 
 def vectors(dialect, seed):
-    """The files of a dialect; those about all name the version of the package, and are left out."""
+    """Return the files of a dialect. Files about all dialects are left out: they name the version of the package."""
     with tempfile.TemporaryDirectory() as directory:
         write_vectors(directory, dialects=[dialect], seed=seed)
         files = sorted(path for path in Path(directory).rglob("*") if path.is_file())
@@ -271,7 +271,7 @@ def vectors(dialect, seed):
 
 
 def without_head(path):
-    """The bytes of a file; of a capture without its first line, which names the version."""
+    """Return the bytes of a file; for a capture, without its first line, which names the version."""
     data = path.read_bytes()
     return data.partition(b"\n")[2] if path.name == "capture.jsonl" else data
 
@@ -280,15 +280,15 @@ def without_head(path):
 
 
 ODD = ("right/", "managers/StopsWhenNobodyListens")
-"""What has no bug, and a manager that follows the harness itself."""
+"""Cases without a bug, and a manager that follows the harness itself."""
 
 
 IN_TURN = (*BACKENDS, "mocker_sglang_1_6")
-"""The backends that bugs are cut down over: one more or fewer would change which bug has which."""
+"""The backends over which bugs are reduced. Another number of them would pair bugs with other backends."""
 
 
 def reduced():
-    """The bugs that are cut down, each over a backend, to events or to requests."""
+    """Yield the bugs to reduce, each with a backend and with a level: events or requests."""
     cases = [case for case in verdicts.cases() if "+" not in case.name and not case.name.startswith(ODD)]
     for place, case in enumerate(cases):
         backends = IN_TURN if case.backends() == [*BACKENDS] else case.backends()
@@ -296,7 +296,7 @@ def reduced():
 
 
 def reduction(case, backend, level):
-    """The smallest reproduction of a known bug, and how many replays it took."""
+    """Return the smallest reproduction of a known bug, and the number of replays to find it."""
     return re.sub(r"\.py:\d+", ".py", reduced_text(verdicts.run(case, backend, 0)[0], level))
 
 
@@ -304,7 +304,7 @@ LATE = {"overflows": of_reduce.Overflows, "forgets": of_reduce.ForgetsOldest, "l
 
 
 def late(name, sync, level):
-    """Likewise of an index that is compared later than after each event, over workers of several backends."""
+    """Return the reproduction for an index that is not compared after every event, over workers of several backends."""
     kv = RouterHarness(EngineProfile(4, 10, 2), "lineage", LATE[name](), sync=sync)
     kv.worker(5, dp_rank=0, backend="multi_lru")
     rng = Random(f"{name} {sync}")
@@ -317,7 +317,7 @@ def late(name, sync, level):
 
 
 def driven(name, by):
-    """Likewise of a faulty engine whose workers were driven in virtual time."""
+    """Return the reproduction for a faulty engine whose workers were driven in virtual time."""
     with registered({name: of_reduce.FAULTY[name]}):
         kv = RouterHarness(EngineProfile(4, 24, 2), name, engine={"max_num_seqs": 3})
         rng = Random(f"{name} {by}")
@@ -352,15 +352,15 @@ TOO_LONG = (
     "test_a_look_up_costs_no_more_than_its_share",
     "test_events_may_come_from_threads",
 )
-"""They take a tenth of a second and more each, or say what depends on the clock or on threads, and have tests of
-their own."""
+"""These tests take a tenth of a second or more, or their messages depend on the clock or on threads. They have tests
+of their own."""
 
 BY_THREADS = "test_look_ups_may_come_from_threads"
-"""What it says after the first colon depends on which thread runs when."""
+"""The order of threads decides the text of its message after the first colon."""
 
 
 def contract(subject):
-    """What each test of a contract says of a broken subject."""
+    """Return the message of each test of a contract for a broken subject."""
     lines = []
     for name in names_of_tests(subject):
         if name not in TOO_LONG:
@@ -374,7 +374,7 @@ def contract(subject):
             message = re.sub(r"\n\s*", "\n", re.split(r"(?:^|: |\n)assert ", str(message))[0])
             if name == BY_THREADS:
                 message = message.partition(":")[0]
-            if "the index holds" in message:  # objects of Python: what ran before decides which of them are shared
+            if "the index holds" in message:  # counts of Python objects, some shared with tests that ran before
                 message = re.sub(r"[\d,]+ objects|(and|left) [\d,]{4,}", "...", message)
             lines.append(f"{name}: {message}")
     return re.sub(r"0x[0-9a-f]{12}\b", "0x...", "\n".join(lines))
@@ -384,7 +384,7 @@ def contract(subject):
 
 
 def rows():
-    """The names, and what makes the text of each."""
+    """Yield the name of each row, and a function that makes its text."""
     for name in TRACES:
         for seed in range(2):
             yield f"trace/{name}/{seed}", lambda name=name, seed=seed: trace(name, seed)
@@ -392,7 +392,7 @@ def rows():
         for seed in range(3):
             yield f"traffic/{name}/{seed}", lambda name=name, seed=seed: traffic(name, seed)
     for backend, spec in BACKENDS.items():
-        if spec.group is not None:  # hybrid engines are played by their recordings
+        if spec.group is not None:  # hybrid engines are tested by their recordings
             continue
         for seed in range(4):
             yield f"stream/{backend}/{seed}", lambda backend=backend, seed=seed: stream(backend, seed)
@@ -403,18 +403,18 @@ def rows():
             yield f"moves/{backend}/{seed}", lambda backend=backend, seed=seed: moves(backend, seed)
     for mutants in (POLICIES, MANAGERS, WORKERS, INDEXES):
         for subject, *_ in mutants.cases:
-            if subject.__name__.startswith("Shares"):  # with all that were made before
+            if subject.__name__.startswith("Shares"):  # it shares with all subjects made before it
                 continue
             name = f"contract/{mutants.contract.__name__}/{subject.__name__}"
             yield name, lambda subject=subject: contract(subject)
     for kind in replay_cases.KINDS:
         for seed in range(120):
             case = replay_cases.random_case(kind, seed)
-            if seed % 2 == (case["scheduler"] == "sglang"):  # the others were of releases that are gone
+            if seed % 2 == (case["scheduler"] == "sglang"):  # the other seeds were of releases that are gone
                 yield f"replay/{kind}/{seed}", lambda case=case, seed=seed: replayed(case, seed)
     for seed in range(40):
         yield f"replay/host/{seed}", lambda seed=seed: hosted(seed)
-        if seed % 4 == 3:  # likewise
+        if seed % 4 == 3:  # as above
             yield f"replay/lpm/{seed}", lambda seed=seed: longest_prefix_first(seed)
     for name in DIALECTS:
         yield f"wire/{name}", lambda name=name: wire(name)
@@ -434,13 +434,13 @@ def rows():
 
 
 def group_of(name):
-    """The rows that are compared in one test."""
+    """Return the name of the group of rows that one test compares."""
     kind, what = name.split("/")[:2]
     return kind if kind in ("trace", "traffic") else f"{kind}/{what}"
 
 
 def lines(begin=""):
-    """The lines of the table, of the rows whose names begin so."""
+    """Return the lines of the table for the rows whose names begin with `begin`."""
     return [f"{name}\t{digest(make())}" for name, make in rows() if name.startswith(begin)]
 
 

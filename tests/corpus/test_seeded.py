@@ -1,6 +1,6 @@
-"""A seed makes what it made before; see `seeded.py`.
+"""A seed gives the same results as before; see `seeded.py`.
 
-Python draws another hash seed for each process, so that rows which depend on the order of a set change from run to run.
+Each Python process has a different hash seed, so rows that depend on the order of a set change from run to run.
 """
 
 from itertools import groupby
@@ -9,7 +9,7 @@ import pytest
 import seeded
 from depth import DEEP
 
-SHARE = 15  # of the rows of a group, one in so many in a quick run
+SHARE = 15  # a quick run compares one in this many rows of a group
 GROUPS = {
     name: list(rows)[:: 1 if DEEP else SHARE]
     for name, rows in groupby(seeded.rows(), key=lambda row: seeded.group_of(row[0]))
@@ -18,12 +18,12 @@ GROUPS = {
 
 @pytest.fixture(scope="module")
 def committed():
-    """The digest of each row."""
+    """Return the digest of each row."""
     return dict(row.split("\t") for row in seeded.TABLE.read_text(encoding="utf-8").splitlines()[1:])
 
 
 @pytest.mark.parametrize("group", GROUPS)
-def test_a_seed_makes_what_it_made_before(group, committed):
+def test_a_seed_gives_the_same_results_as_before(group, committed):
     changed = [name for name, make in GROUPS[group] if committed[name] != seeded.digest(make())]
     if changed:
         command = f"python tests/corpus/seeded.py --text {changed[0]}"
@@ -35,5 +35,5 @@ def test_a_seed_makes_what_it_made_before(group, committed):
         )
 
 
-def test_there_is_a_digest_for_each_row(committed):
+def test_each_row_has_a_digest(committed):
     assert [name for name, _ in seeded.rows()] == list(committed)

@@ -1,4 +1,4 @@
-"""The verdicts on all known bugs are those of the table; see `verdicts.py`."""
+"""The verdicts on all known bugs agree with the table; see `verdicts.py`."""
 
 from difflib import unified_diff
 from itertools import islice
@@ -10,14 +10,14 @@ from depth import DEEP
 MOST_LINES = 40
 MOST_SEEDS = verdicts.SEEDS if DEEP else 1
 SHARE = 1 if DEEP else 4
-"""Over each backend one case in so many is tried, over the next backend the next ones."""
+"""One in this many cases is tried over each backend; the next backend tries the next cases."""
 FOUND_NOWHERE = ["index/grows_with_events", "index/queue_overflows", "index/removed_worker_back_by_queue"]
-"""Listed bugs that this traffic shows over no backend. A change that finds one takes it from here."""
+"""Listed bugs that this traffic does not show over any backend. A change that finds one removes it from this list."""
 
 
 @pytest.fixture(scope="module")
 def committed():
-    """The lines of the table, without its head."""
+    """Return the lines of the table without its head."""
     return verdicts.TABLE.read_text(encoding="utf-8").splitlines()[1:]
 
 
@@ -27,7 +27,7 @@ def is_tried(line, backend, names):
 
 
 @pytest.mark.parametrize("backend", verdicts.backends_of_all())
-def test_verdicts_are_those_of_the_table(backend, committed):
+def test_verdicts_agree_with_the_table(backend, committed):
     names = [case.name for case in verdicts.cases() if backend in case.backends()]
     tried = set(names[verdicts.backends_of_all().index(backend) % SHARE % len(names) :: SHARE])
     expected = [line for line in committed if is_tried(line, backend, tried)]
@@ -50,13 +50,13 @@ def test_the_table_has_no_rows_of_other_backends(committed):
     assert set(verdicts.backends_of_all()) == {line.split("\t")[1] for line in committed}
 
 
-def test_correct_streams_have_no_error(committed):
+def test_correct_streams_have_no_errors(committed):
     right = [line.split("\t") for line in committed if line.startswith("right/")]
     assert {row[0] for row in right} == {"right/no_index", "right/tree", "right/chains"}
     assert [row for row in right if row[3] != "none" and row[4] != "warning"] == []
 
 
-def test_bugs_that_no_contract_finds_are_listed(committed):
+def test_bugs_that_the_traffic_does_not_find_are_listed(committed):
     rows = [line.split("\t") for line in committed if line.startswith(("index/", "engine/"))]
     found = {row[0] for row in rows if row[3] != "none" and row[3:5] != ["wrong_hash", "warning"]}
     assert sorted({row[0] for row in rows} - found) == FOUND_NOWHERE

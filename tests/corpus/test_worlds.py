@@ -1,4 +1,4 @@
-"""What is found in random worlds is what the digests say; see `worlds.py`."""
+"""The problems of random worlds have the recorded digests; see `worlds.py`."""
 
 import logging
 import os
@@ -14,7 +14,7 @@ IN_ONE_TEST = 20
 
 @pytest.fixture(autouse=True)
 def _no_log():
-    """What a recovery had to guess is logged; it would bury the seeds that changed."""
+    """Disable the log: messages about guesses of a recovery would hide the seeds that changed."""
     logging.disable()
     yield
     logging.disable(logging.NOTSET)
@@ -22,7 +22,7 @@ def _no_log():
 
 @pytest.fixture(scope="module")
 def committed():
-    """The row of each seed."""
+    """Return the row of each seed."""
     rows = worlds.DIGESTS.read_text(encoding="utf-8").splitlines()[1:]
     return {int(row.partition("\t")[0]): row for row in rows}
 
@@ -44,11 +44,11 @@ def whole_text_of(seed):
     return f"its whole text: {command}; before the change: PYTHONPATH=CHECKOUT {command}"
 
 
-def test_there_is_a_digest_for_each_seed(committed):
+def test_each_seed_has_a_digest(committed):
     assert list(worlds.SEEDS) == list(committed)
 
 
-def test_the_text_is_the_same_under_any_hash_seed():
+def test_the_text_of_a_world_is_the_same_under_any_hash_seed():
     texts = {text_under(hash_seed) for hash_seed in ("0", "1")}
     assert len(texts) == 1
     assert len({line.partition(" fact ")[0] for line in texts.pop().splitlines() if " fact world " in line}) == 7

@@ -1,19 +1,19 @@
-"""The table of verdicts: what is found of every known bug, over every backend.
+"""The table of verdicts: the problems found for every known bug, over every backend.
 
     python tests/corpus/verdicts.py                    # prints the table
-    python tests/corpus/verdicts.py engine/ sglang     # of the cases whose names begin so, over this backend
+    python tests/corpus/verdicts.py engine/ sglang     # prints cases whose names begin with engine/, over this backend
     python tests/corpus/verdicts.py --write            # replaces verdicts.tsv
 
-A case is a bug of a router's index or of an engine. Each runs through the same traffic, over each backend and by some
-seeds. A row is one problem in the order in which it was found: which rule, whether it is an error, of which worker and
-rank, at which event, with which block, under which other problem, and of which injected fault. A row whose rule is
-"none" means that nothing was found: either the case is right over this backend (nobody publishes copies over `lru`), or
-the bug is missed. After the first problems of a run the others are counted.
+A case is a bug of a router's index or of an engine. Each case runs the same traffic over each backend, with some seeds.
+A row is one problem, and the rows of a run are in the order of discovery. The columns: the rule, whether it is an
+error, the worker and rank, the event, the block, the problem that it follows from, and the injected fault that caused
+it. The rule "none" means that no problem was found: either the case is right over this backend (no engine publishes
+copies over `lru`), or the bug is missed. After the first problems of a run the others are only counted.
 
-Messages are no part of it, so that they can be reworded. A row that changes is a changed verdict: a change of the code
-that was to leave verdicts alone is wrong then; one that was to change them gives the reason of each row.
+Messages are not in the table, so they can be reworded. A changed row is a changed verdict: it is wrong if the change of
+the code should not affect verdicts; otherwise the change gives the reason for each row.
 
-Another version of the package is compared by `PYTHONPATH=CHECKOUT python tests/corpus/verdicts.py | diff
+To compare another version of the package: `PYTHONPATH=CHECKOUT python tests/corpus/verdicts.py | diff
 tests/corpus/verdicts.tsv -`.
 """
 
@@ -58,26 +58,26 @@ from pytest_kvmock.harness import Recovery  # noqa: E402 - as above
 TABLE = HERE / "verdicts.tsv"
 SEEDS = 3
 SHOWN = 4
-"""So many problems of a run are shown one by one."""
+"""The number of problems of a run that have a row each."""
 COLUMNS = "case", "backend", "seed", "rule", "kind", "worker", "event", "position", "block", "under", "fault"
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """What is tried.
+    """One case of the table.
 
     Attributes:
         name: first column.
-        index: makes the index under test, of the backend's spec and the recovery; None: there is none.
-        engine: a sink between the managers and the router; None: they are right.
-        spec: a backend of its own, in place of the seven.
-        ranks: of each worker.
-        faults: rates of faults at random.
+        index: makes the index under test from the backend's spec and the recovery; None: there is no index.
+        engine: makes a sink between the managers and the router; None: the engines are right.
+        spec: a backend of its own, which replaces the usual ones.
+        ranks: ranks of each worker.
+        faults: rates of random faults.
         survive: the faults that the index must survive.
-        asks: the index is made with a `Recovery`, as its second argument.
-        amid: done in the midst of the traffic.
-        early: a fault that is stopped after the first requests.
-        script: in place of all traffic, what publishes to a sink; no backend has a part in it.
+        asks: whether the index is made with a `Recovery` as its second argument.
+        amid: called in the midst of the traffic.
+        early: injects a fault that is stopped after the first requests.
+        script: publishes to a sink in place of all traffic; no backend is involved.
     """
 
     name: str
@@ -93,16 +93,16 @@ class Case:
     script: Callable[[KvSink], None] | None = None
 
     def backends(self):
-        """Names of the backends that it runs over."""
+        """Return the names of the backends that the case runs over."""
         if self.script is not None:
             return ["-"]
         plain = [
             name for name, spec in BACKENDS.items() if spec.group is None
-        ]  # hybrid engines are played by their recordings
+        ]  # hybrid engines are tested by their recordings
         return [self.spec.name] if self.spec is not None else plain
 
     def seeds(self):
-        """The seeds that it runs by: all that are not listed by this table itself have one."""
+        """Return the seeds of the case: cases from elsewhere than this table's own lists have only one."""
         return range(SEEDS if self.name.startswith(("right/", "index/", "engine/")) else 1)
 
 
@@ -110,7 +110,7 @@ class Case:
 
 
 def run(case, backend, seed):
-    """The harness after the traffic, judged; and what the traffic itself could not do."""
+    """Return the harness after the traffic and the verdict, and the errors that the traffic raised."""
     if case.script is not None:
         kv = RouterHarness(backend=None)
         case.script(kv.make_sink())
@@ -157,20 +157,20 @@ class Traffic:
         self.raised = []
 
     def attempt(self, function, *given, **named):
-        """Do something. What it raises is written down; the traffic goes on."""
+        """Call a function, and record its error if it raises one; the traffic continues."""
         try:
             function(*given, **named)
         except Exception as error:  # noqa: BLE001 - of any wrong engine or index
             self.raised.append(type(error).__name__)
 
     def serve(self, requests):
-        """So many requests, most of them on the first two workers and ranks; then engine and events are compared."""
+        """Serve this many requests, most of them on the first two workers and ranks; compare engine and events then."""
         rng = self.rng
         for _ in range(requests):
             workers = list(self.kv.workers.values())
             worker = rng.choice([*workers, *workers[:2]])
             prompt = rng.choice(self.prompts)
-            if rng.random() < 0.6:  # else it is cached whole, perhaps
+            if rng.random() < 0.6:  # otherwise the whole prompt may be cached
                 prompt = self.kv.prompt(rng.randrange(1, 3), after=prompt, tail=rng.choice([0, 0, 3]))
                 if len(prompt.tokens) <= 16:
                     self.prompts[rng.randrange(3)] = prompt
@@ -180,16 +180,16 @@ class Traffic:
         self.attempt(self.kv.flush)
 
     def clear(self):
-        """The second worker and rank, while the first has something."""
+        """Clear the second worker and rank while the first one holds blocks."""
         self.attempt(list(self.kv.workers.values())[1].clear)
 
     def restart(self):
-        """The last worker and rank; an index without a method for it is spared."""
+        """Restart the last worker and rank, unless the index has no method for that."""
         if self.can("remove_worker_dp_rank"):
             self.attempt(list(self.kv.workers.values())[-1].restart, announced=True)
 
     def remove_worker(self):
-        """Worker 0 goes; it comes back after some traffic on the others. An index without a method for it is spared."""
+        """Remove worker 0, which comes back after some traffic on the others, unless the index has no method for it."""
         if self.can("remove_worker"):
             self.attempt(self.kv.remove_worker, 0)
             self.serve(3)
@@ -200,7 +200,7 @@ class Traffic:
         return self.index is None or callable(getattr(self.index, method, None))
 
     def by_hand(self):
-        """What none of the engines does often: a hole, and a block on two tiers."""
+        """Publish what no engine does often: a hole in a chain, and a block on two tiers."""
         sink = self.kv.make_sink(prefix_closed=False)
         for event in (Stored(None, (1, 2, 3), (1, 2, 3)), Removed((2,)), Stored(1, (4,), (4,))):
             self.attempt(sink, event)
@@ -212,24 +212,24 @@ class Traffic:
 
 
 def counting(make):
-    """An index of `buggy_indexes`, which counts copies where the backend publishes them."""
+    """Return a maker of an index of `buggy_indexes` that counts copies if the backend publishes them."""
     return lambda spec, recovery: make(counts=spec.residency == "counted")
 
 
 def plain(make):
-    """An index that is made of nothing."""
+    """Return a maker of an index that takes no arguments."""
     return lambda spec, recovery: make()
 
 
 def right_cases():
-    """An index and an engine without a bug: no error may be found."""
+    """Yield indexes and engines without a bug: no error may be found."""
     yield Case("right/no_index")
     for name, make in RIGHT_INDEXES.items():
         yield Case(f"right/{name}", counting(make))
 
 
 def listed_cases():
-    """The bugs of `buggy_indexes` and `buggy_engines`; an engine's also beside right indexes."""
+    """Yield the bugs of `buggy_indexes` and `buggy_engines`; engines also with right indexes."""
     for name, make in BUGGY_INDEXES.items():
         yield Case(f"index/{name}", counting(make))
     for name, make in BUGGY_ENGINES.items():
@@ -239,7 +239,7 @@ def listed_cases():
 
 
 def cases_of_tests():
-    """The bugs that other tests have."""
+    """Yield the bugs that other tests define."""
     for make in (
         of_harness.ForgetsOneRemoved,
         of_harness.RemovesFromTheWrongWorker,
@@ -257,9 +257,9 @@ def cases_of_tests():
             name, given = make.func, f"({', '.join(map(str, (*make.args, *make.keywords.values())))})"
         yield Case(f"tests/{name.__name__}{given}", plain(make))
     for mutant, *_ in mutants_indexes.INDEXES.cases:
-        if mutant is mutants_indexes.SharesItsTree:  # with all indexes that were made before
+        if mutant is mutants_indexes.SharesItsTree:  # it shares with all indexes made before it
             continue
-        if hasattr(mutant, "Subject") and not mutant.survives:  # others fail by what a contract alone asks
+        if hasattr(mutant, "Subject") and not mutant.survives:  # the others fail only checks of the contract
             yield Case(f"indexes/{mutant.__name__}", plain(mutant.Subject))
     for mutant, *_ in mutants_managers.MANAGERS.cases:
         if hasattr(mutant, "Subject") and mutant is not mutants_managers.SharesItsBlocks:
@@ -281,7 +281,7 @@ def cases_of_tests():
 
 
 def manager(subject):
-    """A backend of a manager that a contract refuses."""
+    """Return a backend with a manager that a contract refuses."""
 
     def make(*, num_blocks, block_size, dp_rank, sink):
         return subject(num_blocks, block_size, sink)
@@ -290,7 +290,7 @@ def manager(subject):
 
 
 def cases_of_the_catalogue():
-    """The bugs of examples/bug_catalogue that an index or an engine has, in the traffic of this table."""
+    """Yield the index and engine bugs of examples/bug_catalogue, in the traffic of this table."""
     bugs = {path.stem[4:6]: load(path) for path in sorted(CATALOGUE.glob("bug_*.py"))}
 
     def case(number, make, **given):
@@ -313,7 +313,7 @@ def cases_of_the_catalogue():
 
 
 def load(path):
-    """A module of the catalogue, under no name: pytest imports files of these names from elsewhere too."""
+    """Return a module of the catalogue, not registered: pytest imports files of the same names from elsewhere too."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     sys.path.append(str(path.parent))
@@ -325,7 +325,7 @@ def load(path):
 
 
 def cases():
-    """All of them, in the order of the table."""
+    """Return all cases in the order of the table."""
     return [*right_cases(), *listed_cases(), *cases_of_tests(), *cases_of_the_catalogue()]
 
 
@@ -333,7 +333,7 @@ def cases():
 
 
 def rows_of(case, backend, seed):
-    """The rows of one run, each as the texts of its columns."""
+    """Return the rows of one run, each as the texts of its columns."""
     kv, raised = run(case, backend, seed)
     problems = kv.events.problems
     rows = [described(problem) for problem in problems[:SHOWN]]
@@ -347,7 +347,7 @@ def rows_of(case, backend, seed):
 
 
 def described(problem):
-    """A problem, without its messages."""
+    """Return a problem without its messages."""
     under, fault = followed(problem)
     if problem.fault is not None:
         fault += f" {problem.fault.worker_id}.{problem.fault.dp_rank} {text(problem.fault.event_id)}"
@@ -364,7 +364,7 @@ def described(problem):
 
 
 def followed(problem):
-    """The rule of the problem under which it is listed, and the injected fault that it came of."""
+    """Return the rule of the problem that this problem is listed under, and the kind of fault that caused it."""
     under, fault = problem.cause, problem.fault
     return "-" if under is None else under.rule, "-" if fault is None else fault.kind
 
@@ -382,14 +382,15 @@ def hexadecimal(block):
 
 
 def backends_of_all():
-    """The second column: all backends that a case runs over."""
+    """Return the values of the second column: all backends that a case runs over."""
     return list(dict.fromkeys(backend for case in cases() for backend in case.backends()))
 
 
 def lines(cases_from="", backend=None, most_seeds=SEEDS, only=None):
-    """The lines of the table: of the cases whose names begin so, over one backend or all, of the first seeds or all.
+    """Return the lines of the table for cases whose names begin with `cases_from`, one or all backends, and the first
+    `most_seeds` seeds.
 
-    `only` has the names of the cases, where it is not all of them.
+    `only` limits the cases to these names.
     """
     return [
         "\t".join(row)

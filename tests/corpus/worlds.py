@@ -1,20 +1,20 @@
-"""A differential over random worlds: all that is found in them, as text that two versions of the code can be compared
-by.
+"""A differential over random worlds: all problems found in them, as text that can be compared between two versions of
+the code.
 
     python tests/corpus/worlds.py 0 160 > after           # the worlds of seeds 0 to 159
     PYTHONPATH=CHECKOUT python tests/corpus/worlds.py 0 160 > before
     diff before after
     python tests/corpus/worlds.py --write                  # replaces worlds.tsv, a digest for each of the first 160
 
-A seed decides all of a world: the engine (a buggy one at times), its sizes, the index under test (none, right ones,
-wrong ones, ones that ask for what they missed), faults at random and by hand, which of them are to be survived,
-restarts, clears, removed workers, sinks that raise, events by hand, flushes, expectations. The same under any
+A seed decides everything in a world: the engine (sometimes a buggy one), its sizes, the index under test (none, a right
+one, a wrong one, or one that requests missed events), faults at random and by hand, the faults to survive, restarts,
+clears, removed workers, sinks that raise, events by hand, flushes, expectations. It is the same under any
 PYTHONHASHSEED.
 
-A line is `SEED fact ...` or `SEED text ...`. Facts are what was found: each problem with all its fields but messages,
-and the verdict. Texts are its words: messages, lines of the log, the report. A digest of each is in worlds.tsv: where
-only the second changes, messages were reworded; where the first does, a verdict has changed. A change of the code that
-was to leave verdicts alone is wrong then; one that was to change them gives the reason of each seed.
+A line is `SEED fact ...` or `SEED text ...`. Facts are the findings: each problem with all fields except messages, and
+the verdict. Texts are the wording: messages, log lines, the report. worlds.tsv has a digest of each. If only the second
+digest changes, messages were reworded; if the first one changes, so did a verdict. That is wrong if the change of the
+code should not affect verdicts; otherwise the change gives the reason for each seed.
 """
 
 # ruff: noqa: T201 - it is a program too
@@ -63,7 +63,7 @@ AT_RANDOM = (
     "self_parent",
     "sink_failure",
 )
-"""Faults that can strike at a rate; each is also called by hand, with a number."""
+"""Faults that can occur at a rate; each is also injected by hand, with a number."""
 SURVIVABLE = (*AT_RANDOM, "missing_first", "late_join", "restart", "clear", "salt", "signed")
 IF_MEANT = "If that is meant: python tests/corpus/worlds.py --write, and say why of each seed whose facts changed."
 EXPECTED = ("event_id_gap", "block_not_found", "index_drift", "engine_drift", "sink_failure")
@@ -73,11 +73,11 @@ EXPECTED = ("event_id_gap", "block_not_found", "index_drift", "engine_drift", "s
 
 
 CHOICE = ("lineage", "lru", "multi_lru", "hash_cache", "vllm", "vllm_0_19", "sglang")
-"""The backends that a seed chooses from: one more would change what each seed is."""
+"""The backends that a seed chooses from. Another number of them would change the world of each seed."""
 
 
 class Forgets(Tree):
-    """One Removed in ten changes nothing."""
+    """Ignores one Removed in ten."""
 
     def __init__(self, rng, *, counts):
         super().__init__(counts=counts)
@@ -89,7 +89,7 @@ class Forgets(Tree):
 
 
 class Raises(Tree):
-    """One event in fifty is one too many."""
+    """Raises an error for one event in fifty."""
 
     def __init__(self, rng, *, counts):
         super().__init__(counts=counts)
@@ -102,7 +102,7 @@ class Raises(Tree):
 
 
 class Quiet(Tree):
-    """What it cannot take it leaves."""
+    """Ignores events that the tree refuses."""
 
     def apply(self, event):
         with suppress(RadixIndexError):
@@ -110,7 +110,7 @@ class Quiet(Tree):
 
 
 class AsksCarelessly(Quiet):
-    """It asks for what it missed, and takes the answer in place of the event, whatever the answer is."""
+    """Requests missed events, and takes the answer in place of the event, whatever the answer is."""
 
     def __init__(self, recovery, *, counts):
         super().__init__(counts=counts)
@@ -145,7 +145,7 @@ COMMON = [name for name in INDEXES if name not in BUGGY_INDEXES]
 
 
 class FailingSink:
-    """One event in thirty is more than it takes."""
+    """Raises an error for one event in thirty."""
 
     def __init__(self, rng):
         self.rng = rng
@@ -156,15 +156,15 @@ class FailingSink:
 
 
 class World:
-    """What happens by a seed.
+    """The world of a seed.
 
     Args:
-        seed: decides all of it.
+        seed: decides everything in the world.
         harness: makes the harness.
 
     Attributes:
-        facts: what was found.
-        texts: in which words.
+        facts: the findings.
+        texts: their wording.
     """
 
     def __init__(self, seed, harness=RouterHarness):
@@ -216,7 +216,7 @@ class World:
             self.kv.events.expect_error(rng.choice(EXPECTED), rng.randrange(1, 4))
 
     def play(self):
-        """All steps and the verdict; returns the world."""
+        """Run all steps and the verdict; return the world."""
         acts, weights = zip(*self.acts(), strict=True)
         for step in range(STEPS):
             act = self.rng.choices(acts, weights)[0]
@@ -233,7 +233,7 @@ class World:
     # ------------------------------------------------------------------------------------------------- acts
 
     def acts(self):
-        """What can happen, and how often."""
+        """Return the possible actions with their weights."""
         return [
             (self.serve, 60),
             (self.open_request, 5),
@@ -354,7 +354,7 @@ class World:
     # -------------------------------------------------------------------------------------------- the verdict
 
     def judge(self):
-        """Record what was found, and its texts."""
+        """Record the findings and their texts."""
         if self.rng.random() < 0.7:
             for fault in self.faults:
                 fault.stop()
@@ -380,8 +380,8 @@ class World:
         self.texts = [without_lines_of_code(text) for text in self.texts]
 
     def is_missing(self, fault):
-        """Whether, by now, what a fault kept back has not arrived: an event, or where it is looked at, a restart."""
-        if fault is None or fault.kind == "sink_failure":  # that has its own problem
+        """Return whether what a fault withheld is still missing: an event, or a restart if survival is checked."""
+        if fault is None or fault.kind == "sink_failure":  # a sink failure has its own problem
             return False
         if fault.kind == "restart":
             return self.kv._judge.book.survival is not None
@@ -389,12 +389,12 @@ class World:
         return fault.missing and (not fault.late or fault in held)
 
     def text(self):
-        """All of it."""
+        """Return all lines."""
         return [*(f"fact {fact}" for fact in self.facts), *(f"text {text}" for text in self.texts)]
 
 
 def fact_of(problem, number, *, missing):
-    """A problem in one line, without its messages; others by their numbers."""
+    """Return a problem in one line without its messages; it names other problems by number."""
     fault = problem.fault
     return (
         f"problem {number[id(problem)]} {problem.rule} {'error' if problem.is_error else 'warning'} "
@@ -408,7 +408,7 @@ def fact_of(problem, number, *, missing):
 
 
 def without_lines_of_code(text):
-    """A message that names where an index raised, without the line: any change of that file would move it."""
+    """Return a message without the line number where an index raised: any change of that file would move it."""
     return re.sub(r"[\w/.]+\.py:\d+", "a line of code", text)
 
 
@@ -417,7 +417,7 @@ def digest(texts):
 
 
 def row_of(seed):
-    """The row of a seed in worlds.tsv."""
+    """Return the row of a seed in worlds.tsv."""
     world = World(seed).play()
     log = world.kv.events
     found = (log.total, len(log.errors), len(log.warnings), digest(world.facts), digest(world.texts))
@@ -425,7 +425,7 @@ def row_of(seed):
 
 
 def main(arguments):
-    logging.disable()  # a recovery logs what it had to guess
+    logging.disable()  # a recovery logs its guesses
     if arguments == ["--write"]:
         DIGESTS.write_text("\n".join(["\t".join(COLUMNS), *map(row_of, SEEDS)]) + "\n", encoding="utf-8")
         return

@@ -1,4 +1,4 @@
-"""Harnesses to try, small ones, as a library: without the plugin's fixtures."""
+"""Small harnesses used as a library, without the plugin's fixtures."""
 
 import pytest
 
@@ -23,7 +23,7 @@ def kv(make_kv):
 
 @pytest.fixture
 def rules_of():
-    """Rules of problems, in order."""
+    """Return the rules of problems, in order."""
 
     def rules(problems):
         return [problem.rule for problem in problems]

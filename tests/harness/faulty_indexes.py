@@ -1,4 +1,4 @@
-"""Indexes that somebody could have written, right ones and wrong ones."""
+"""Right and wrong indexes, as a user could have written them."""
 
 from contextlib import suppress
 
@@ -7,7 +7,7 @@ from pytest_kvmock.oracle import RadixIndex, RadixIndexError
 
 
 class Sound:
-    """The least that an index offers, by local hashes and by rank."""
+    """The least that an index must offer: lookup by local hashes, answers by rank."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -54,7 +54,7 @@ class ByTokens:
 
 
 class Manageable(Sound):
-    """One that can be flushed and dumped, and can remove workers."""
+    """Can be flushed and dumped, and can remove workers."""
 
     def __init__(self):
         super().__init__()
@@ -77,7 +77,7 @@ class Manageable(Sound):
 
 
 class Queued(Sound):
-    """Events wait until it is flushed, as where a thread takes them."""
+    """Queues events until it is flushed, like an index fed by a thread."""
 
     def __init__(self):
         super().__init__()
@@ -175,7 +175,7 @@ class RaisesWhenAsked(Sound):
 
 
 class Answers(Sound):
-    """Answers one thing whatever it is asked."""
+    """Returns the same answer to every lookup."""
 
     def __init__(self, answer):
         super().__init__()

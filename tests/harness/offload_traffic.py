@@ -1,4 +1,4 @@
-"""Traffic of workers with a host below vLLM's device, and what the reference is to answer of it."""
+"""Traffic of workers with a host tier below vLLM's device, and the reference answers for it."""
 
 from random import Random
 
@@ -9,7 +9,7 @@ PROMPTS = [[*range(start, start + length)] for start, length in ((0, 33), (0, 20
 
 
 def harness(tiers, backend="vllm", num_blocks=12, **fields):
-    """A harness of `vllm` over hosts of 16 blocks; `tiers` replaces or adds keys, `fields` those of the profile."""
+    """Return a harness of `vllm` over hosts of 16 blocks; `tiers` overrides tier keys, `fields` profile fields."""
     tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
     return RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks, tiers=tiers, **fields), backend)
 
@@ -24,10 +24,10 @@ def traffic(worker, seed=5, keys=None):
 
 
 def overlaps(kv, worker):
-    """What the reference answers of each prompt, and what its worker would: tokens by tier."""
+    """Yield what the reference returns for each prompt, and what its worker would reuse: tokens by tier."""
     for prompt in PROMPTS:
         if not len(prompt) % 4:
-            continue  # of whole blocks the last one is computed, or loaded, again
+            continue  # the last of whole blocks is computed, or loaded, again
         found = {tier: scores[0] * 4 for tier, scores in kv.overlap(prompt, tier=None).items()}
         device, host = worker.cached_tokens(prompt), worker.cached_tokens(prompt, HOST)
         yield found, {tier: tokens for tier, tokens in (("device", device), (HOST, host)) if tokens}

@@ -1,4 +1,4 @@
-"""After an index has raised its blocks are unknown, until events name them again: what follows, and what does not."""
+"""After an index has raised, its blocks are unknown until events name them again."""
 
 import asyncio
 
@@ -9,7 +9,7 @@ from pytest_kvmock import Cleared, Removed, Stored
 
 
 def raising(kind, at, ignores=()):
-    """An index that raises at its event number `at`, and from there on ignores events with data of these kinds."""
+    """An index that raises at its event number `at` and ignores later events with data of the kinds `ignores`."""
 
     class Raising(kind):
         def __init__(self):
@@ -42,14 +42,14 @@ def chain(kv, *numbers, parent=None):
 
 
 def standing(kv):
-    """Rule, event and blocks of each error that stands by itself."""
+    """Return rule, event and blocks of each error that does not follow from another."""
     return [(p.rule, p.event_id, p.blocks) for p in kv.events.errors]
 
 
 FAILED = ("index_failure", 0, ())
 
 
-def test_a_removed_that_is_ignored_after_an_expected_failure_is_found(make_kv):
+def test_a_removed_ignored_after_an_expected_index_failure_is_a_drift(make_kv):
     kv = make_kv(index=raising(Sound, 0, Removed))
     with kv.events.expect_error("index_failure"):
         chain(kv, 1)
@@ -59,17 +59,17 @@ def test_a_removed_that_is_ignored_after_an_expected_failure_is_found(make_kv):
     assert [(p.rule, p.event_id, p.blocks) for p in kv.judge().errors] == [("index_drift", 2, (3,))]
 
 
-def test_it_is_found_of_what_the_index_had_before_once_that_is_named_again(make_kv):
+def test_a_drift_of_an_earlier_block_is_found_once_the_block_is_named_again(make_kv):
     kv = make_kv(index=raising(Sound, 1, Removed))
     chain(kv, 1, 2)
     chain(kv, 9)
-    for _ in range(2):  # the first may be what the index missed; it is named again then
+    for _ in range(2):  # the index may have missed the first Removed; the Stored names the block again
         kv.apply(Removed((2,)))
         chain(kv, 2, parent=1)
     assert standing(kv) == [("index_failure", 1, ()), ("index_drift", 4, (2,))]
 
 
-def test_what_an_event_stores_is_named_from_the_next_event_on(make_kv):
+def test_a_block_counts_as_named_only_after_the_event_that_stores_it(make_kv):
     kv = make_kv(index=raising(Sound, 0, (Stored, Removed)))
     chain(kv, 1)
     chain(kv, 2)
@@ -78,7 +78,7 @@ def test_what_an_event_stores_is_named_from_the_next_event_on(make_kv):
     assert [(p.rule, p.event_id, p.blocks) for p in failure.folded[1:]] == [("index_drift", 1, (2,))]
 
 
-def test_a_cleared_ends_it(make_kv):
+def test_a_cleared_ends_the_effect_of_an_index_failure(make_kv):
     kv = make_kv(index=raising(Sound, 0, Stored))
     chain(kv, 1)
     kv.apply(Cleared())
@@ -86,7 +86,7 @@ def test_a_cleared_ends_it(make_kv):
     assert standing(kv) == [FAILED, ("index_drift", 2, (2,))]
 
 
-def test_a_cleared_at_which_it_raises_does_not(make_kv):
+def test_a_cleared_at_which_the_index_raises_does_not_end_the_effect(make_kv):
     kv = make_kv(index=raising(Sound, 0, Stored))
     kv.apply(Cleared())
     chain(kv, 2)
@@ -101,7 +101,7 @@ def begin_anew(kv, how):
 
 
 @pytest.mark.parametrize("how", ["removed", "restarted"])
-def test_an_index_failure_ends_where_the_worker_begins_again(make_kv, how):
+def test_the_effect_of_an_index_failure_ends_when_the_worker_starts_again(make_kv, how):
     kv = make_kv(index=raising(Manageable, 0, Stored))
     chain(kv, 1)
     begin_anew(kv, how)
@@ -110,7 +110,7 @@ def test_an_index_failure_ends_where_the_worker_begins_again(make_kv, how):
 
 
 @pytest.mark.parametrize("how", ["removed", "restarted"])
-def test_an_index_failure_of_an_async_index_ends_where_the_worker_begins_again(make_kv, how):
+def test_the_effect_of_an_async_index_failure_ends_when_the_worker_starts_again(make_kv, how):
     async def body():
         chain(kv, 1)
         begin_anew(kv, how)
@@ -122,7 +122,7 @@ def test_an_index_failure_of_an_async_index_ends_where_the_worker_begins_again(m
     assert [FAILED, ("index_drift", kv.events[-1].event.event.event_id, (2,))] == standing(kv)
 
 
-def test_of_another_rank_it_does_not_end_there(make_kv):
+def test_the_effect_of_an_index_failure_does_not_end_when_another_rank_restarts(make_kv):
     kv = make_kv(index=raising(Manageable, 0, Stored), dp_size=2)
     chain(kv, 1)
     kv.worker(0, dp_rank=1).restart(announced=True)
@@ -147,7 +147,7 @@ def test_an_async_index_that_raises_at_a_removal_has_failed_for_that_worker(make
     assert error.observed.startswith("remove_worker raised OSError: no (test_after_an_index_failure.py:")
 
 
-def test_an_index_that_fails_at_one_chain_of_an_event_is_not_asked_for_the_others(make_kv, rules_of):
+def test_after_one_failed_lookup_the_other_chains_of_an_event_are_not_looked_up(make_kv, rules_of):
     class Counting(RaisesWhenAsked):
         def find_matches(self, local_hashes):
             self.asked += 1

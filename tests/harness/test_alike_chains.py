@@ -1,4 +1,4 @@
-"""Two blocks of one worker that stand for the same tokens: there, right indexes differ."""
+"""One worker holds two blocks with the same tokens; right indexes may differ there."""
 
 import sys
 from pathlib import Path
@@ -15,14 +15,14 @@ A, B, C = 101, 102, 103  # local hashes
 
 
 class Forgetful(HashIndex):
-    """It forgets every block at once."""
+    """Forgets every block at once."""
 
     def find_matches(self, local_hashes):
         return dict.fromkeys(super().find_matches(local_hashes), 0)
 
 
 class Generous(HashIndex):
-    """It finds whatever it is asked for."""
+    """Finds every block of any lookup."""
 
     def find_matches(self, local_hashes):
         return {rank: len(local_hashes) for rank in super().find_matches(local_hashes)}
@@ -43,10 +43,10 @@ def drifts(index):
     return [problem.event_id for problem in kv.events.errors if problem.rule == "index_drift"]
 
 
-def test_an_index_that_knows_both_blocks_is_right():
+def test_an_index_that_has_both_blocks_of_the_same_tokens_is_right():
     assert drifts(HashIndex()) == []
 
 
 @pytest.mark.parametrize("index", [Forgetful, Generous])
-def test_one_that_answers_less_or_more_than_is_held_is_wrong(index):
+def test_an_index_that_returns_fewer_or_more_blocks_than_are_held_is_wrong(index):
     assert drifts(index())

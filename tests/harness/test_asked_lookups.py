@@ -1,4 +1,4 @@
-"""What a test asks of its index is compared with the reference, too: by the rules of the harness's own look-ups."""
+"""Lookups of a test are compared with the reference by the rules of the harness's own lookups."""
 
 import asyncio
 
@@ -19,12 +19,12 @@ from pytest_kvmock.fleets import FleetRequest
 from pytest_kvmock.harness.under_test import IndexUnderTest
 
 SIZES = EngineProfile(block_size=4, num_blocks=16)
-STORED, OTHER = list(range(100, 108)), list(range(200, 212))  # 2 blocks, and 3 that nobody stores
+STORED, OTHER = list(range(100, 108)), list(range(200, 212))  # 2 blocks, and 3 that no worker stores
 LONGER = [*STORED, *OTHER]
 
 
 def lying(kind, *lies, times=None):
-    """An index that answers otherwise for these prompts, so many times: (tokens, answer)."""
+    """An index that lies in the first `times` lookups of these prompts; a lie is (tokens, answer)."""
 
     class Lying(kind):
         left = times
@@ -67,7 +67,7 @@ def drifts(kv):
     [(OTHER, {(0, 0): 2}, "0 blocks"), (LONGER, {}, "2 blocks"), (LONGER, {(0, 0): 5}, "2 blocks")],
     ids=["a prompt that nobody stored", "too few of a longer prompt", "too many of a longer prompt"],
 )
-def test_a_wrong_answer_to_a_test_is_a_drift_and_returned_as_it_is(kind, asked, lie, expected):
+def test_a_wrong_answer_to_a_test_is_a_drift_and_is_returned_unchanged(kind, asked, lie, expected):
     kv = harness(lying(kind, (asked, lie)))
     kv.worker(0).serve(STORED)
     kv.assert_no_event_errors()
@@ -78,14 +78,14 @@ def test_a_wrong_answer_to_a_test_is_a_drift_and_returned_as_it_is(kind, asked, 
         kv.assert_no_event_errors()
 
 
-def test_a_right_answer_is_none():
+def test_a_right_answer_to_a_test_is_no_drift():
     for index in (Sound(), ByTokens(), Queued(), RadixIndex()):
         with harness(index) as kv:
             kv.worker(0).serve(STORED)
             assert [kv.overlap(each) for each in (STORED, LONGER, OTHER, [])] == [{0: 2}, {0: 2}, {}, {}]
 
 
-def test_the_shortest_part_that_is_answered_wrongly_is_named():
+def test_a_drift_names_the_shortest_prefix_with_a_wrong_answer():
     lies = [(LONGER[:end], {(0, 0): 3}) for end in (12, 16, 20)]
     kv = harness(lying(Sound, *lies))
     kv.worker(0).serve(STORED)
@@ -95,14 +95,14 @@ def test_the_shortest_part_that_is_answered_wrongly_is_named():
     assert "no worker ever stored it" in problem.observed
 
 
-def test_an_answer_that_is_wrong_once_counts():
+def test_a_single_wrong_answer_is_a_drift():
     kv = harness(lying(Sound, (OTHER, {(0, 0): 1}), times=1))
     kv.worker(0).serve(STORED)
     assert [kv.overlap(OTHER), kv.overlap(OTHER)] == [{0: 1}, {}]
     assert len(drifts(kv)) == 1
 
 
-def test_the_same_wrong_answer_is_one_drift():
+def test_the_same_wrong_answer_is_reported_once():
     kv = harness(lying(Sound, (OTHER, {(0, 0): 1})))
     kv.worker(0).serve(STORED)
     for _ in range(3):
@@ -110,7 +110,7 @@ def test_the_same_wrong_answer_is_one_drift():
     assert len(drifts(kv)) == 1
 
 
-def test_a_drift_that_is_asked_for_can_be_expected():
+def test_a_drift_found_by_a_lookup_of_the_test_can_be_expected():
     with harness(lying(Sound, (OTHER, {(0, 0): 1}))) as kv:
         kv.worker(0).serve(STORED)
         with kv.events.expect_error("index_drift"):
@@ -118,7 +118,7 @@ def test_a_drift_that_is_asked_for_can_be_expected():
 
 
 class Tiered(RadixIndex):
-    """Finds one block more on the host, for prompts that nobody stored."""
+    """Finds one block more on the host for prompts that no worker stored."""
 
     def find_tiered(self, local_hashes):
         found = super().find_tiered(local_hashes)
@@ -127,7 +127,7 @@ class Tiered(RadixIndex):
         return found
 
 
-def test_a_tier_below_is_compared_where_it_is_asked_for():
+def test_a_lower_tier_is_compared_when_the_test_looks_it_up():
     kv = harness(Tiered())
     kv.worker(0).serve(STORED)
     assert kv.overlap(OTHER) == {}
@@ -141,7 +141,7 @@ def test_a_tier_below_is_compared_where_it_is_asked_for():
 
 
 @pytest.mark.parametrize("sync", ["every", "auto", "burst"])
-def test_it_is_compared_after_each_event_and_after_a_burst(sync):
+def test_a_lookup_is_compared_after_each_event_and_after_a_burst(sync):
     kv = harness(lying(Queued, (OTHER, {(0, 0): 1})), sync=sync)
     kv.worker(0).serve(STORED)
     assert kv.overlap(STORED) == {0: 2}
@@ -150,13 +150,13 @@ def test_it_is_compared_after_each_event_and_after_a_burst(sync):
     assert len(drifts(kv)) == 1
 
 
-def test_where_the_end_alone_is_compared_it_is_not():
+def test_a_lookup_is_not_compared_with_sync_end():
     with harness(lying(Sound, (OTHER, {(0, 0): 1})), sync="end") as kv:
         kv.worker(0).serve(STORED)
         assert kv.overlap(OTHER) == {0: 1}
 
 
-def test_an_index_that_may_forget_may_answer_less_and_never_more():
+def test_a_bounded_index_may_return_less_but_never_more():
     lies = (STORED, {}), (OTHER, {(0, 0): 1})
     kv = RouterHarness(SIZES, "lineage", IndexUnderTest(lying(Sound, *lies), bounded=2), sync="burst")
     for first in range(0, 40, 8):
@@ -168,7 +168,7 @@ def test_an_index_that_may_forget_may_answer_less_and_never_more():
     assert len(drifts(kv)) == 1
 
 
-def test_a_stream_with_a_survived_fault_is_free_until_the_index_is_right_again():
+def test_a_lookup_on_a_stream_with_a_survived_fault_is_not_compared_before_recovery():
     kv = harness(lying(Sound, (OTHER, {(0, 0): 1})), survive=["lose"])
     kv.worker(0).serve(STORED)
     kv.drop_next()
@@ -179,9 +179,9 @@ def test_a_stream_with_a_survived_fault_is_free_until_the_index_is_right_again()
     assert drifts(kv) == []
 
 
-def test_what_a_fault_changed_on_its_way_to_the_index_is_attributed_to_it():
+def test_a_drift_from_an_event_that_a_fault_changed_is_attributed_to_the_fault():
     class Unsigned(Sound):
-        """Knows a block by the unsigned hash alone."""
+        """Stores only blocks with unsigned hashes."""
 
         def apply(self, event):
             if min(event.event.data.block_hashes) >= 0:
@@ -203,7 +203,7 @@ def test_a_lost_event_is_no_drift():
 
 
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_qwen3_next"])
-def test_of_a_hybrid_model_less_than_is_held_is_right_and_less_than_is_reused_is_not(backend):
+def test_a_hybrid_lookup_may_return_less_than_is_held_but_not_less_than_is_reused(backend):
     shared = list(range(32 * 4))
     asked = [*shared, *range(500, 508)]
 
@@ -232,7 +232,7 @@ def test_of_a_hybrid_model_less_than_is_held_is_right_and_less_than_is_reused_is
 # --------------------------------------------------------------------------------------------------------- async
 
 
-def test_an_async_index_is_compared_where_nothing_waits():
+def test_a_lookup_of_an_async_index_is_compared_when_no_event_waits():
     class Lying(Async):
         async def find_matches(self, local_hashes):
             return {(0, 0): 1} if [*local_hashes] == hashes_of(OTHER) else await super().find_matches(local_hashes)
@@ -241,7 +241,7 @@ def test_an_async_index_is_compared_where_nothing_waits():
         kv = harness(Lying())
         kv.worker(0).serve(STORED)
         assert [await kv.aoverlap(STORED), await kv.aoverlap(OTHER)] == [{}, {0: 1}]
-        assert drifts(kv) == []  # it was not given the event yet
+        assert drifts(kv) == []  # the index has not received the event yet
         await kv.aflush()
         assert [await kv.aoverlap(STORED), await kv.aoverlap(OTHER)] == [{0: 2}, {0: 1}]
         assert len(drifts(kv)) == 1
@@ -249,7 +249,7 @@ def test_an_async_index_is_compared_where_nothing_waits():
     asyncio.run(main())
 
 
-def test_an_async_index_that_is_flushed_while_it_is_asked_is_not_compared():
+def test_a_lookup_of_an_async_index_is_not_compared_if_a_flush_comes_in_between():
     class Slow(Async):
         async def find_matches(self, local_hashes):
             found = await super().find_matches(local_hashes)
@@ -278,7 +278,7 @@ def test_an_async_index_that_is_flushed_while_it_is_asked_is_not_compared():
 # --------------------------------------------------------------------------------------------------------- fleets
 
 
-def test_what_a_fleet_asks_for_its_router_is_compared():
+def test_lookups_of_a_fleet_for_its_router_are_compared():
     kv = harness(lying(Sound, (OTHER, {(0, 0): 1})))
     kv.fleet().run([FleetRequest(OTHER, 2, 0.0)])
     assert "returned 1 for worker 0 on a 3-block prefix" in drifts(kv)[0].observed

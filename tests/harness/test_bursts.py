@@ -1,4 +1,4 @@
-"""Events without a flush in between: a queue that overflows shows, and a drift is placed at an event of the burst."""
+"""Events without a flush in between: a queue that overflows is found, and a drift is placed at one of the events."""
 
 from collections import deque
 from contextlib import suppress
@@ -14,7 +14,7 @@ from pytest_kvmock.oracle import RadixIndexError
 
 
 class Counting(Sound):
-    """Counts its flushes, beside the questions."""
+    """Counts its flushes, in addition to its lookups."""
 
     flushes = 0
 
@@ -23,7 +23,7 @@ class Counting(Sound):
 
 
 class Overflows:
-    """Keeps so many events until it is flushed, and loses the oldest."""
+    """Queues at most `most` events until it is flushed, and loses the oldest."""
 
     def __init__(self, most, count_copies=False):
         self.queue, self.tree = deque(maxlen=most), RadixIndex(count_copies=count_copies)
@@ -33,7 +33,7 @@ class Overflows:
 
     def flush(self):
         while self.queue:
-            with suppress(RadixIndexError):  # what it names was lost
+            with suppress(RadixIndexError):  # the Stored of its block was lost
                 self.tree.apply(self.queue.popleft())
 
     def find_matches(self, local_hashes):
@@ -48,14 +48,14 @@ def chain(kv, *numbers, worker=0):
 
 
 def churn(kv, prompts):
-    """Serve so many prompts of a block, each another one."""
+    """Serve `prompts` different prompts of one block each."""
     for number in range(prompts):
         worker = kv.worker(0)
         worker.serve([number] * (kv.profile.block_size + worker.traits.looks_ahead))
 
 
 @pytest.mark.parametrize("backend", EACH)
-def test_a_queue_that_overflows_is_found_in_a_burst_and_not_after_each_event(make_kv, backend):
+def test_a_queue_overflow_is_found_in_a_burst_and_not_after_each_event(make_kv, backend):
     found = {}
     for sync in ("every", "auto", "burst"):
         index = Overflows(64, count_copies=BACKENDS[backend].traits.copies)
@@ -68,7 +68,7 @@ def test_a_queue_that_overflows_is_found_in_a_burst_and_not_after_each_event(mak
     assert {"every": set(), "auto": set(), "burst": {"index_drift"}} == found
 
 
-def test_an_index_is_flushed_and_asked_when_the_burst_ends(make_kv):
+def test_an_index_is_flushed_and_compared_when_the_burst_ends(make_kv):
     index = Counting()
     kv = make_kv(index=index)
     with kv.burst():
@@ -91,7 +91,7 @@ def test_an_index_is_flushed_and_asked_when_the_burst_ends(make_kv):
     ],
     ids=["overlap", "flush", "check", "assert_in_sync", "judge"],
 )
-def test_a_question_of_the_test_ends_a_burst_and_the_next_event_begins_one(make_kv, ask):
+def test_a_query_by_the_test_ends_a_burst_and_the_next_event_begins_one(make_kv, ask):
     index = Counting()
     kv = make_kv(index=index, sync="burst")
     chain(kv, 1)
@@ -104,7 +104,7 @@ def test_a_question_of_the_test_ends_a_burst_and_the_next_event_begins_one(make_
     assert (flushes, asked) == (index.flushes, index.asked)
 
 
-def test_a_burst_has_ten_thousand_events_at_most(make_kv):
+def test_a_burst_has_at_most_ten_thousand_events(make_kv):
     index = Counting()
     kv = make_kv(index=index, sync="burst")
     assert comparison.MOST_IN_A_BURST == 10_000
@@ -117,7 +117,7 @@ def test_a_burst_has_ten_thousand_events_at_most(make_kv):
     assert index.flushes == 1
 
 
-def test_after_two_thousand_events_a_burst_is_still_compared_whole(make_kv, monkeypatch):
+def test_a_burst_is_compared_in_full_after_two_thousand_events_too(make_kv, monkeypatch):
     monkeypatch.setattr(comparison, "ALWAYS_UPTO", 1)
     index = Counting()
     kv = make_kv(index=index, sync="auto")
@@ -127,7 +127,7 @@ def test_after_two_thousand_events_a_burst_is_still_compared_whole(make_kv, monk
     assert index.asked == 49
 
 
-def test_an_index_that_is_compared_at_the_end_alone_is_not_asked_after_a_burst(make_kv):
+def test_an_index_with_sync_end_is_not_compared_after_a_burst(make_kv):
     index = Counting()
     kv = make_kv(index=index, sync="end")
     with kv.burst():
@@ -145,7 +145,7 @@ def test_a_drift_is_placed_at_the_last_event_that_explains_it(make_kv):
     assert (problem.rule, problem.position, problem.blocks) == ("index_drift", 1, (2,))
 
 
-def test_what_an_index_raises_in_a_burst_is_noted_at_its_event(make_kv):
+def test_an_index_failure_in_a_burst_is_placed_at_its_event(make_kv):
     kv = make_kv(index=RaisesOnce(at=1), sync="burst")
     for number in range(1, 4):
         chain(kv, number)
@@ -153,7 +153,7 @@ def test_what_an_index_raises_in_a_burst_is_noted_at_its_event(make_kv):
     assert (problem.rule, problem.position) == ("index_failure", 1)
 
 
-def test_a_removed_worker_that_queued_events_bring_back_is_found(make_kv):
+def test_a_removed_worker_that_queued_events_restore_is_found(make_kv):
     kv = make_kv(index=Overflows(64), sync="burst", workers=2)
     chain(kv, 1)
     kv.remove_worker(0)
@@ -172,7 +172,7 @@ class ForgetsLongRemoved(RadixIndex):
             super().apply(event)
 
 
-def test_a_drift_that_a_burst_shows_is_cut_down(make_kv):
+def test_a_drift_found_in_a_burst_is_cut(make_kv):
     kv = make_kv(index=ForgetsLongRemoved(), sync="burst", num_blocks=16)
     for number in range(40):
         kv.worker(0).serve(kv.prompt(1 + number % 5))
@@ -181,7 +181,7 @@ def test_a_drift_that_a_burst_shows_is_cut_down(make_kv):
     assert reproduce(kv).size == 2
 
 
-def test_a_failing_body_leaves_the_burst_too(make_kv):
+def test_a_burst_ends_when_its_body_raises(make_kv):
     index = Counting()
     kv = make_kv(index=index)
     with pytest.raises(KeyError), kv.burst():
@@ -191,13 +191,13 @@ def test_a_failing_body_leaves_the_burst_too(make_kv):
 
 
 @pytest.mark.parametrize("index", [None, Async()], ids=["none", "async"])
-def test_without_a_sync_index_a_burst_is_nothing(index):
+def test_a_burst_has_no_effect_without_a_sync_index(index):
     kv = RouterHarness(index=index, sync="burst")
     with kv.burst():
         chain(kv, 1)
     assert kv.events.problems == []
 
 
-def test_a_sound_queue_passes(make_kv):
+def test_an_index_with_a_right_queue_passes_in_bursts(make_kv):
     with make_kv(index=Queued(), sync="burst", num_blocks=16) as kv:
         churn(kv, 100)

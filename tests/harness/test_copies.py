@@ -30,7 +30,7 @@ def test_a_block_is_held_until_its_last_copy_is_removed():
         assert kv.overlap(Prompt(hashes=[11])) == {}
 
 
-def test_a_removed_may_name_both_copies():
+def test_one_removed_may_name_both_copies():
     with harness() as kv:
         sink = kv.make_sink(residency="counted")
         for data in (ONE, ONE, Removed((1, 1))):
@@ -38,7 +38,7 @@ def test_a_removed_may_name_both_copies():
         assert kv.overlap(Prompt(hashes=[11])) == {}
 
 
-def test_one_removed_too_many_is_a_block_that_is_not_held():
+def test_a_removed_after_the_last_copy_is_an_error():
     with harness() as kv:
         sink = kv.make_sink(residency="counted")
         for data in (ONE, ONE, Removed((1,)), Removed((1,))):
@@ -47,15 +47,15 @@ def test_one_removed_too_many_is_a_block_that_is_not_held():
             sink(Removed((1,)))
 
 
-def test_a_router_that_counts_is_right():
+def test_an_index_that_counts_copies_is_right():
     with harness(counting()) as kv:
         sink = kv.make_sink(residency="counted")
         for data in (ONE, TWO, TWO, Removed((2,)), ONE, Removed((1,)), Removed((2,)), Removed((1,)), ONE, Cleared()):
             sink(data)
 
 
-def test_a_copy_below_a_block_that_nobody_knows_counts_too():
-    """The tree refuses it; the engine has it all the same."""
+def test_a_copy_with_an_unknown_parent_counts_too():
+    """The tree refuses it, and the engine holds it."""
     with harness(counting()) as kv:
         sink = kv.make_sink(residency="counted")
         with kv.events.expect_error("parent_block_not_found"):
@@ -65,7 +65,7 @@ def test_a_copy_below_a_block_that_nobody_knows_counts_too():
         assert {sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))
 
 
-def test_a_router_that_drops_a_block_with_its_first_copy_is_found_out():
+def test_an_index_that_drops_a_block_with_its_first_copy_drifts():
     kv = harness(RadixIndex())
     sink = kv.make_sink(residency="counted")
     for data in (ONE, ONE, Removed((1,))):
@@ -77,8 +77,8 @@ def test_a_router_that_drops_a_block_with_its_first_copy_is_found_out():
 
 
 @pytest.mark.parametrize("ring", [1, 2, 100])
-def test_a_router_that_recovers_can_count_what_it_gets(ring):
-    """Whether it is given the events themselves, or all that is held: then every copy is named."""
+def test_a_recovering_router_can_count_the_copies_that_it_receives(ring):
+    """It receives the missed events, or a dump, which names every copy."""
     recovery = Recovery(ring=ring)
     index = counting()
     with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:
@@ -98,8 +98,8 @@ def test_a_router_that_recovers_can_count_what_it_gets(ring):
 
 
 @pytest.mark.parametrize("version", ["0.19.1", "0.33.0"])
-def test_what_vllm_published_is_no_trouble_to_a_router_that_counts(recording, version):
-    """And is to one that does not: it drops blocks, or gets a Removed of some that it has dropped."""
+def test_vllms_recorded_events_break_no_rule_for_an_index_that_counts_copies(recording, version):
+    """An index that does not count drops blocks too early, or receives a Removed of a dropped block."""
     found = Counter()
     for program in recording(f"vllm_{version}_random.json.gz"):
         with harness(counting()) as kv:
@@ -123,7 +123,7 @@ def _events(program):
                 yield Removed(tuple(rest[0])) if kind == "R" else Cleared()
 
 
-def test_a_removed_of_one_copy_leaves_the_block_to_an_index_that_counts():
+def test_an_index_that_counts_copies_keeps_a_block_after_the_removed_of_one_copy():
     index = counting()
     _apply(index, ONE, ONE, TWO, Removed((1,)), Removed((2,)))
     assert index.num_blocks(0) == 1
@@ -141,7 +141,7 @@ def test_a_removed_of_one_copy_leaves_the_block_to_an_index_that_counts():
     ],
     ids=["Cleared", "clear_all_blocks", "remove_worker", "remove_worker_dp_rank"],
 )
-def test_copies_are_dropped_with_the_rest(forget):
+def test_all_copies_are_dropped_with_the_blocks_of_a_worker(forget):
     index = counting()
     _apply(index, ONE, ONE)
     forget(index)
@@ -149,7 +149,7 @@ def test_copies_are_dropped_with_the_rest(forget):
     assert index.num_blocks(0) == 0
 
 
-def test_a_new_index_is_made_as_the_old_one_was():
+def test_new_makes_an_index_that_counts_copies_too():
     index = counting().new()
     _apply(index, ONE, ONE, Removed((1,)))
     assert index.num_blocks(0) == 1
@@ -160,7 +160,7 @@ def _apply(index, *events):
         index.apply(RouterEvent(0, KvCacheEvent(0, data)))
 
 
-def test_a_dump_holds_a_block_of_which_a_copy_is_left():
+def test_a_dump_contains_a_block_with_one_copy_left():
     recovery = Recovery()
     with harness(recovery=recovery) as kv:
         sink = kv.make_sink(residency="counted")
@@ -170,7 +170,7 @@ def test_a_dump_holds_a_block_of_which_a_copy_is_left():
         assert ((1,), [range(16)]) == (again.event.data.block_hashes, list(again.token_ids))
 
 
-def test_a_removed_that_comes_again_takes_one_copy():
+def test_a_recovered_removed_takes_one_copy():
     recovery = Recovery()
     index = counting()
     with harness(index, recovery=recovery, allow=["event_id_gap"]) as kv:
@@ -185,8 +185,8 @@ def test_a_removed_that_comes_again_takes_one_copy():
         assert {sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))
 
 
-def test_what_was_lost_last_is_not_due_of_a_router_that_counts():
-    """It has the block whose first copy went, and not the one whose Stored is lost without a trace."""
+def test_an_event_lost_at_the_end_is_not_expected_of_an_index_that_counts_copies():
+    """The index has the block that lost its first copy, and not the block whose Stored was lost without a trace."""
     with harness(counting(), survive=["lose"]) as kv:
         sink = kv.make_sink(residency="counted")
         for data in (ONE, ONE, Removed((1,))):

@@ -1,4 +1,4 @@
-"""vLLM removes block by block: these events are judged in a row, and say the same as one by one."""
+"""vLLM removes block by block: judging these events in one call gives the same verdict as one by one."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from pytest_kvmock import (
 
 
 def judged(one_by_one, disturb):
-    """All that is known after blocks were evicted; a sink beside the router has each event judged by itself."""
+    """Return all results after blocks were evicted; a sink beside the router makes the harness judge one by one."""
     kv = RouterHarness(EngineProfile(num_blocks=12), "vllm")
     if one_by_one:
         kv.add_sink(CapturingSink())
@@ -39,24 +39,24 @@ def nothing(kv, prompt):
 
 
 def removed_before(kv, prompt):
-    """The router has dropped a block in the middle by then."""
+    """Remove a block in the middle of the chain from the router first."""
     block = prompt.sequence_hashes(16)[3]
     kv.apply(Removed((block,)))
 
 
 def lost_before(kv, prompt):
-    """An event is missing, so that blocks are unknown."""
+    """Skip an event id, so that blocks are unknown."""
     kv.worker(0).manager.take_event_id()
 
 
 @pytest.mark.parametrize("disturb", [nothing, removed_before, lost_before])
-def test_what_is_judged_in_a_row_is_judged_as_one_by_one(disturb):
+def test_events_judged_in_a_row_give_the_same_verdict_as_one_by_one(disturb):
     in_a_row = judged(False, disturb)
     assert in_a_row == judged(True, disturb)
     assert bool(in_a_row[0]) is (disturb is not nothing)
 
 
-def test_counts_are_those_of_all_events_also_after_some_were_taken():
+def test_event_counts_include_all_events_after_some_were_taken():
     kv = RouterHarness(EngineProfile(num_blocks=12), "vllm")
     worker = kv.worker(0)
     worker.serve(Prompt(hashes=range(1000, 1008)))
@@ -68,7 +68,7 @@ def test_counts_are_those_of_all_events_also_after_some_were_taken():
     assert 8 == kv.events.total == kv.events.for_worker(0).total
 
 
-def test_a_sink_that_a_manager_is_given_later_hears_everything():
+def test_a_sink_set_on_a_manager_later_receives_every_event():
     worker = KvWorker(lambda sink: create_manager("vllm", num_blocks=4, sink=sink), driver=BACKENDS["vllm"].driver)
     worker.manager.sink = sink = CapturingSink()
     for first in (10, 20):

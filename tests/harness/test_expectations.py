@@ -1,4 +1,4 @@
-"""What a test expects to go wrong, and the log as a reader of a harness sees it."""
+"""Errors that a test expects, and the event log of a harness."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def kv(make_kv):
     return make_kv(workers=2)
 
 
-def test_an_error_expected_in_a_with_block_is_none_at_the_end(kv):
+def test_an_error_expected_in_a_with_block_is_no_error_at_the_end(kv):
     with kv.events.expect_error("event_id_gap"):
         kv.drop_next()
         kv.worker(0).serve(kv.prompt(1))
@@ -24,12 +24,12 @@ def test_an_error_expected_in_a_with_block_is_none_at_the_end(kv):
     assert len(kv.events.errors) == 1
 
 
-def test_a_lost_last_event_is_seen_by_the_flush_when_the_block_is_left(kv):
+def test_leaving_the_with_block_flushes_and_finds_a_lost_last_event(kv):
     with kv.events.expect_error("event_id_gap"), kv.drop_next():
         kv.worker(0).serve(kv.prompt(1))
 
 
-def test_an_error_that_came_before_the_block_does_not_count(kv):
+def test_an_error_before_the_with_block_does_not_count(kv):
     kv.apply(Removed((7,)))
     with (
         pytest.raises(EventRulesBroken, match="expected 1 block_not_found, saw none in 2 KV events"),
@@ -38,7 +38,7 @@ def test_an_error_that_came_before_the_block_does_not_count(kv):
         kv.apply(one_block(1))
 
 
-def test_more_than_expected_is_a_failure_and_the_rest_stand(kv, rules_of):
+def test_more_errors_than_expected_are_a_failure_and_the_rest_stand(kv, rules_of):
     with (
         pytest.raises(EventRulesBroken, match="expected 1 block_not_found, saw 2 in 2 KV events"),
         kv.events.expect_error("block_not_found"),
@@ -47,14 +47,14 @@ def test_more_than_expected_is_a_failure_and_the_rest_stand(kv, rules_of):
     assert rules_of(kv.judge().errors) == ["block_not_found"]
 
 
-def test_what_follows_from_another_fault_counts(kv):
+def test_an_error_that_follows_from_another_fault_meets_its_expectation(kv):
     with kv.events.expect_error("event_id_gap"), kv.events.expect_error("parent_block_not_found"):
         kv.drop_next()
         kv.apply([one_block(1), Stored(1, (2,), (2,))])
     assert kv.judge().errors == []
 
 
-def test_another_error_than_the_expected_one_stands(kv, rules_of):
+def test_an_error_other_than_the_expected_one_stands(kv, rules_of):
     with kv.events.expect_error("event_id_gap"):
         kv.drop_next()
         kv.apply([one_block(1), one_block(2)])
@@ -62,14 +62,14 @@ def test_another_error_than_the_expected_one_stands(kv, rules_of):
     assert rules_of(kv.judge().errors) == ["block_not_found"]
 
 
-def test_drift_is_expected_for_the_whole_test(kv):
+def test_drift_can_be_expected_for_the_whole_test(kv):
     kv.events.expect_error("engine_drift")
     kv.worker(0).serve(kv.prompt(1))
     kv.apply(one_block(1))
     assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_each_worker_and_rank_has_its_part_of_the_log(make_kv):
+def test_the_log_can_be_read_by_worker_and_rank(make_kv):
     kv = make_kv(dp_size=2, workers=2)
     for worker in kv.workers.values():
         worker.serve(kv.prompt(1))
@@ -80,7 +80,7 @@ def test_each_worker_and_rank_has_its_part_of_the_log(make_kv):
     ) == (2, 1, 0)
 
 
-def test_what_is_taken_are_router_events_and_the_world_goes_on(kv):
+def test_taken_events_are_router_events_and_later_ones_are_still_judged(kv):
     asked = kv.prompt(1)
     kv.worker(1).serve(asked)
     (taken,) = kv.events.take()

@@ -1,4 +1,4 @@
-"""Faults of stores: what streams say of them and cannot say, what is injected, what an index may answer."""
+"""Faults of stores: which events they cause, what is injected, and what an index may return."""
 
 import pytest
 
@@ -36,7 +36,7 @@ def index_of_vllm(kind=RadixIndex):
     return kind(count_copies=True, chunk=1, clears_below=False, stores=STORES)
 
 
-def test_files_that_are_deleted_leave_a_stale_promise_that_no_stream_takes_back():
+def test_deleted_files_leave_a_stale_overlap_that_no_event_takes_back():
     with harness_of("files", index_of_vllm()) as kv:
         promised, events = kv.overlap(PROMPTS[0], owner="pool"), kv.events.total
         assert promised == {0: 8, 1: 8}
@@ -50,7 +50,7 @@ def test_files_that_are_deleted_leave_a_stale_promise_that_no_stream_takes_back(
         assert kv.judge().errors == []
 
 
-def test_a_master_below_vllm_that_evicts_says_nothing_and_one_that_restarts_neither():
+def test_a_mooncake_master_below_vllm_evicts_and_restarts_without_events():
     with harness_of("mooncake") as kv:
         events = kv.events.total
         kv.faults.evict("pool", 3)
@@ -63,7 +63,7 @@ def test_a_master_below_vllm_that_evicts_says_nothing_and_one_that_restarts_neit
         assert injected(kv) == ["evict of the store 'pool'", "restart_store of the store 'pool'"]
 
 
-def test_lmcache_s_workers_say_what_its_server_drops():
+def test_lmcache_workers_publish_what_their_server_drops():
     with harness_of("lmcache", chunk=8) as kv:
         read(kv)
         assert kv.overlap(PROMPTS[0], owner="pool") == {0: 8, 1: 8}
@@ -73,7 +73,7 @@ def test_lmcache_s_workers_say_what_its_server_drops():
         assert injected(kv) == ["evict of the store 'pool'"]
 
 
-def test_a_server_that_restarts_is_one_removed_of_all_by_each_worker():
+def test_a_restart_of_lmcaches_server_makes_each_worker_publish_one_removed_of_all_blocks():
     with harness_of("lmcache", chunk=8) as kv:
         read(kv)
         before = kv.events.total
@@ -85,12 +85,12 @@ def test_a_server_that_restarts_is_one_removed_of_all_by_each_worker():
         assert kv.overlap(PROMPTS[0], owner="pool") == {}
 
 
-def test_a_log_that_was_trimmed_is_silence_of_what_the_server_has():
+def test_a_trimmed_lmcache_log_hides_what_the_server_holds():
     with harness_of("lmcache", chunk=8) as kv:
         kv.faults.trim_log("pool", 2)
         read(kv)
         by_worker = [sum(entry.event.worker_id == each for entry in kv.events) for each in (0, 1)]
-        assert by_worker[1] == 2  # of a first contact it is no loss
+        assert by_worker[1] == 2  # no loss at the first contact
         kv.worker(0).serve(list(range(3000, 3035)))
         kv.worker(0).tick(kv.worker(0).now + 2000)
         kv.faults.trim_log("pool")
@@ -102,7 +102,7 @@ def test_a_log_that_was_trimmed_is_silence_of_what_the_server_has():
         assert injected(kv) == ["trim_log of the store 'pool'"] * 2
 
 
-def test_the_third_level_s_master_says_what_it_evicts_and_nothing_of_a_restart():
+def test_a_hicache_master_reports_evictions_and_not_its_restart():
     with harness_of("hicache") as kv:
         master, events = kv.store("pool"), kv.events.total
         pages = MasterPages(master.layout.keys)
@@ -112,12 +112,12 @@ def test_the_third_level_s_master_says_what_it_evicts_and_nothing_of_a_restart()
         assert pages.objects == {*master.objects}
         kv.faults.restart_store("pool")
         assert pages.objects != set()
-        assert kv.events.total == events  # no worker says any of it
+        assert kv.events.total == events  # no worker publishes any of it
         assert injected(kv) == ["evict of the store 'pool'", "restart_store of the store 'pool'"]
 
 
-def test_an_error_of_an_index_about_a_block_that_was_dropped_is_no_result_of_that():
-    """The stream says as much as before, so an index that promises too much is wrong by itself."""
+def test_an_index_error_about_a_dropped_block_is_not_attributed_to_the_store_fault():
+    """The stream is unchanged, so an index that promises too much is wrong by itself."""
 
     class TooMuch(RadixIndex):
         def find_tiered(self, local_hashes, **more):
@@ -144,7 +144,7 @@ def test_a_fault_that_a_store_cannot_have_is_refused_in_one_line(kind, strike, m
         strike(kv.faults)
 
 
-def test_without_stores_there_is_nothing_to_strike():
+def test_store_faults_are_refused_without_stores():
     kv = RouterHarness(EngineProfile(), "vllm")
     with pytest.raises(ValueError, match=r"faults.evict: no worker shares a store, got 'pool'"):
         kv.faults.evict("pool")

@@ -1,4 +1,4 @@
-"""Files below vLLM's host, as workers and engines of a harness have them."""
+"""Files below vLLM's host, on workers and engines of a harness."""
 
 import pytest
 
@@ -15,13 +15,13 @@ def harness_of(num_blocks=8, allow=(), **tiers):
 
 
 def served(worker, prompts):
-    """Serve prompts, one after the other, and let what they store be written."""
+    """Serve prompts one after the other, with time to write what they store."""
     for prompt in prompts:
         worker.serve(prompt)
         worker.tick(worker.now + 20)
 
 
-def test_what_was_written_is_read_to_the_host_and_then_to_the_device():
+def test_written_blocks_are_read_to_the_host_and_then_to_the_device():
     with harness_of() as kv:
         worker = kv.worker(0)
         served(worker, PROMPTS)
@@ -33,19 +33,19 @@ def test_what_was_written_is_read_to_the_host_and_then_to_the_device():
         assert tiers.index("host_pinned") < tiers.index("device")
 
 
-def test_a_deleted_file_is_no_event_and_a_miss():
+def test_a_deleted_file_causes_a_miss_and_no_event():
     with harness_of() as kv:
         worker = kv.worker(0)
         served(worker, PROMPTS)
         before = kv.events.total
         worker.storage.lose(PROMPTS[0], from_block=2)
         assert kv.events.total == before
-        assert kv.overlap(PROMPTS[0], tier="disk") == {0: 6}  # stale, as nothing says that they are gone
+        assert kv.overlap(PROMPTS[0], tier="disk") == {0: 6}  # stale: no event reports the deletion
         assert worker.storage.reusable(PROMPTS[0]) == 8
         assert worker.serve(PROMPTS[0]).cached_tokens == 8
 
 
-def test_a_cold_prompt_waits_a_pass_for_the_look_into_the_folder():
+def test_a_cold_prompt_waits_one_pass_for_the_file_lookup():
     passes = []
     for files in (False, True):
         profile = EngineProfile(block_size=4, num_blocks=8, tiers=Tiers.of({"host": 8, "files": files}))
@@ -57,7 +57,7 @@ def test_a_cold_prompt_waits_a_pass_for_the_look_into_the_folder():
     assert passes == [1, 2]
 
 
-def test_a_folder_that_publishes_nothing_serves_all_the_same():
+def test_a_folder_that_publishes_no_events_still_serves_its_files():
     with harness_of(file_events=False) as kv:
         worker = kv.worker(0)
         served(worker, PROMPTS)
@@ -66,15 +66,15 @@ def test_a_folder_that_publishes_nothing_serves_all_the_same():
 
 
 @pytest.mark.parametrize("self_describing", [False, True])
-def test_a_locality_is_in_the_events_of_files_alone(self_describing):
+def test_only_events_of_files_have_a_locality(self_describing):
     with harness_of(file_locality="REMOTE", self_describing=self_describing) as kv:
         served(kv.worker(0), PROMPTS[:1])
         found = {(str(each.event.storage_tier), (each.event.extra or {}).get("locality")) for each in kv.events}
         assert found == {("device", None), ("host_pinned", None), ("disk", "REMOTE")}
 
 
-def test_an_emptied_host_finds_its_chunks_in_the_folder():
-    with harness_of(num_blocks=16, host=16, allow=["engine_drift"]) as kv:  # no event says that a host is emptied
+def test_an_emptied_host_reads_its_chunks_from_the_folder():
+    with harness_of(num_blocks=16, host=16, allow=["engine_drift"]) as kv:  # no event reports an emptied host
         worker = kv.worker(0)
         served(worker, PROMPTS[:1])
         worker.manager.clear()
@@ -83,7 +83,7 @@ def test_an_emptied_host_finds_its_chunks_in_the_folder():
         assert worker.serve(PROMPTS[0]).cached_tokens == 24
 
 
-def test_only_a_worker_with_a_storage_or_a_folder_has_one():
+def test_a_worker_without_storage_or_files_has_no_storage_attribute():
     kv = RouterHarness(EngineProfile(tiers=Tiers.of({"host": 8})), "vllm")
     with pytest.raises(ValueError, match="'storage': True} over sglang, or with 'files': True over vllm"):
         kv.worker(0).storage  # noqa: B018 - what is asked for raises

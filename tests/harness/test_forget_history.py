@@ -1,6 +1,4 @@
-"""A harness that runs for hours drops what happened before: what is held and what was wrong is kept, memory does not
-grow.
-"""
+"""A harness that runs for hours drops its history and keeps held blocks and errors; its memory does not grow."""
 
 import pytest
 from depth import seeds
@@ -28,7 +26,7 @@ def sizes(kv):
 
 
 @pytest.mark.parametrize("backend", EACH)
-def test_what_is_kept_does_not_grow(backend):
+def test_a_harness_that_forgets_its_history_does_not_grow(backend):
     profile, found = sized(PROFILE, backend), []
     with RouterHarness(profile, backend) as kv:
         for _ in range(4):
@@ -43,7 +41,7 @@ def test_what_is_kept_does_not_grow(backend):
 
 @pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("backend", ["lineage", "multi_lru", "vllm", "sglang"])
-def test_the_verdict_is_the_same_with_and_without(backend, seed):
+def test_forgetting_history_does_not_change_the_verdict(backend, seed):
     def errors(forgets):
         kv = RouterHarness(EngineProfile(num_blocks=8, block_size=4, workers=2, seed=seed), backend)
         serve(kv, 6)
@@ -61,7 +59,7 @@ def test_the_verdict_is_the_same_with_and_without(backend, seed):
     assert errors(forgets=True) == errors(forgets=False)
 
 
-def test_an_error_after_it_is_found_and_one_before_it_is_kept():
+def test_errors_before_and_after_forgetting_history_are_reported():
     kv = RouterHarness(PROFILE)
     kv.apply(
         [RouterEvent(7, KvCacheEvent(0, Stored(None, (1, 2), (1, 2)))), RouterEvent(7, KvCacheEvent(1, Removed((9,))))]
@@ -73,7 +71,7 @@ def test_an_error_after_it_is_found_and_one_before_it_is_kept():
         reproduce(kv)
 
 
-def test_bad_input():
+def test_forget_history_refuses_a_negative_number_of_events():
     kv = RouterHarness(PROFILE)
     with pytest.raises(ValueError, match="forget_history: events must be an integer of at least 0, got -1"):
         kv.inside.forget_history(events=-1)

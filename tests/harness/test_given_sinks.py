@@ -1,4 +1,4 @@
-"""Sinks of every shape beside a harness, a worker and a manager: one value, or parts of it."""
+"""Sinks of every signature on a harness, a worker and a manager: one event value, or its parts."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def served(sink, **keys):
     return entry.event
 
 
-def test_a_sink_is_given_the_event_that_the_router_receives():
+def test_a_sink_receives_the_same_event_object_as_the_router():
     sink = OfEvent()
     event = served(sink)
     (taken,) = sink.taken
@@ -62,20 +62,20 @@ def test_a_function_is_a_sink():
     ],
     ids=["tokens", "parts", "all"],
 )
-def test_a_sink_of_parts_is_given_those_that_it_takes(make, shown):
+def test_a_sink_receives_the_parts_that_its_signature_names(make, shown):
     sink = make()
     event = served(sink, lora_name="sql")
     assert event.extra["lora_name"] == "sql"
     assert [shown(event)] == sink.taken
 
 
-def test_a_manager_alone_publishes_as_worker_0():
+def test_a_manager_without_a_harness_publishes_as_worker_0():
     sink = OfEvent()
     create_manager("lru", num_blocks=4, block_size=4, sink=sink).use([7])
     assert [RouterEvent(0, KvCacheEvent(0, Stored(None, (7,), (7,))))] == sink.taken
 
 
-def test_a_sink_whose_publish_is_replaced_later_is_called_by_the_new_one(monkeypatch):
+def test_a_publish_method_that_is_replaced_later_is_called(monkeypatch):
     sink, taken = OfEvent(), []
     kv = RouterHarness(PROFILE)
     kv.add_sink(sink)
@@ -84,7 +84,7 @@ def test_a_sink_whose_publish_is_replaced_later_is_called_by_the_new_one(monkeyp
     assert len(taken) == 1
 
 
-def test_what_is_no_sink_is_refused_when_it_is_given():
+def test_an_object_without_publish_is_refused_as_a_sink():
     kv = RouterHarness(PROFILE)
     with pytest.raises(TypeError, match=r"add_sink: sink must have a method publish\(event\)"):
         kv.add_sink([])

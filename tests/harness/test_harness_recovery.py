@@ -1,4 +1,4 @@
-"""A router that asks workers for what it missed: what it is answered, and what the harness makes of it."""
+"""A router queries workers for events that it missed: the answers, and how the harness judges them."""
 
 import asyncio
 import threading
@@ -59,7 +59,7 @@ class Recovering:
 
 
 class Plain(Sound):
-    """An index that applies what comes, and never asks by itself."""
+    """Applies each event that it receives and never queries a worker."""
 
     def apply(self, event):
         with suppress(RadixIndexError):
@@ -90,14 +90,14 @@ def store(kv, *blocks, parent=None, worker=0, rank=0):
 
 
 def rules(kv):
-    """Rules of the errors that stand by themselves."""
+    """Return the rules of errors that do not follow from another."""
     return [problem.rule for problem in kv.events.errors]
 
 
 # ------------------------------------------------------------------------------------------------ what is answered
 
 
-def test_a_worker_answers_with_what_it_published_though_it_was_lost(recovering):
+def test_a_worker_answers_with_published_events_that_were_lost(recovering):
     kv = recovering(index=None)
     store(kv, 1)
     kv.drop_next()
@@ -107,7 +107,7 @@ def test_a_worker_answers_with_what_it_published_though_it_was_lost(recovering):
     assert TooNew(2, 1, 1) == kv.ask(0, 2)
 
 
-def test_a_sink_that_keeps_an_event_from_the_router_does_not_keep_it_from_the_ring(recovering):
+def test_an_event_that_a_sink_keeps_from_the_router_is_still_in_the_ring(recovering):
     class Full:
         def publish(self, *_):
             raise OSError("full")
@@ -118,7 +118,7 @@ def test_a_sink_that_keeps_an_event_from_the_router_does_not_keep_it_from_the_ri
     assert len(kv.ask(0, 0).events) == 1
 
 
-def test_each_rank_has_a_ring_of_its_own(recovering):
+def test_each_rank_has_its_own_ring(recovering):
     kv = recovering(index=None, dp_size=2)
     store(kv, 1, rank=0)
     store(kv, 2, rank=1)
@@ -127,7 +127,7 @@ def test_each_rank_has_a_ring_of_its_own(recovering):
     assert [[e.event.data.block_hashes for e in answer.events] for answer in answers] == [[(1,)], [(2,)], [(3,)]]
 
 
-def test_a_sink_of_the_users_own_can_be_asked(recovering):
+def test_a_users_own_sink_can_be_queried(recovering):
     kv = recovering(index=None)
     sink = kv.make_sink()
     sink(KvCacheEvent(7, Stored(None, (1,), (1,))))
@@ -139,7 +139,7 @@ def test_a_sink_of_the_users_own_can_be_asked(recovering):
     assert kv.judge().errors == []
 
 
-def test_a_sink_that_was_asked_before_its_first_event_may_begin_with_any_id(recovering):
+def test_a_sink_queried_before_its_first_event_may_begin_with_any_id(recovering):
     kv = recovering(index=None)
     sink = kv.make_sink()
     assert TreeDump((), 0) == kv.ask(sink.worker_id)
@@ -148,7 +148,7 @@ def test_a_sink_that_was_asked_before_its_first_event_may_begin_with_any_id(reco
 
 
 @pytest.mark.parametrize("ask", [(3,), (0, None, None, 1), ("0",), (0.0,), (False,), ([],), (0, 0, 0, [])])
-def test_an_unknown_worker_cannot_be_asked(recovering, ask):
+def test_an_unknown_worker_cannot_be_queried(recovering, ask):
     kv = recovering(index=None)
     kv.worker(0).serve(kv.prompt(1))
     with pytest.raises(ValueError, match=r"^there is no worker .* rank .* to ask; known: worker 0 rank 0$"):
@@ -156,14 +156,14 @@ def test_an_unknown_worker_cannot_be_asked(recovering, ask):
     assert kv.ask.queries == []
 
 
-def test_a_question_that_is_none_is_refused_and_not_counted(recovering):
+def test_an_invalid_query_is_refused_and_not_counted(recovering):
     kv = recovering(index=None)
     with pytest.raises(ValueError, match=r"^start is an event id, "):
         kv.ask(0, -1)
     assert (kv.ask.queries, kv.ask.answers) == ([], [])
 
 
-def test_questions_and_answers_are_on_record(recovering):
+def test_queries_and_answers_are_recorded(recovering):
     kv = recovering(index=None, ring=2)
     store(kv, 1)
     answers = [kv.ask(0), kv.ask(0, 0, 5), kv.ask(0, 5, dp_rank=0)]
@@ -172,7 +172,7 @@ def test_questions_and_answers_are_on_record(recovering):
     assert repr(kv.ask) == "<Recovery with rings of 2 events, asked 3 times>"
 
 
-def test_a_ring_may_be_made_smaller_at_any_time(recovering):
+def test_a_ring_can_be_made_smaller_at_any_time(recovering):
     kv = recovering(index=None)
     for block in range(1, 6):
         store(kv, block)
@@ -192,7 +192,7 @@ def test_a_ring_may_be_made_smaller_at_any_time(recovering):
 # --------------------------------------------------------------------------------------------- how it is set up
 
 
-def test_a_recovery_after_the_first_event_is_refused(make_kv):
+def test_use_recovery_is_refused_after_the_first_event(make_kv):
     kv = make_kv()
     with kv.drop_next():
         store(kv, 1)
@@ -200,7 +200,7 @@ def test_a_recovery_after_the_first_event_is_refused(make_kv):
         kv.inside.use_recovery(Recovery())
 
 
-def test_an_engine_that_begins_with_a_cleared_can_be_asked_all_the_same():
+def test_an_engine_that_starts_with_a_cleared_can_be_queried():
     kv, recovery = RouterHarness(EngineProfile(workers=2), "sglang"), Recovery()
     assert kv.events.total == 2
     kv.inside.use_recovery(recovery)
@@ -209,7 +209,7 @@ def test_an_engine_that_begins_with_a_cleared_can_be_asked_all_the_same():
     assert [event.event.event_id for event in recovery(0, 0).events] == [0]
 
 
-def test_a_harness_has_one_recovery_and_a_recovery_one_harness(make_kv):
+def test_a_harness_has_one_recovery_and_a_recovery_has_one_harness(make_kv):
     kv, other = make_kv(), make_kv()
     recovery = Recovery()
     kv.inside.use_recovery(recovery)
@@ -221,17 +221,17 @@ def test_a_harness_has_one_recovery_and_a_recovery_one_harness(make_kv):
 
 
 @pytest.mark.parametrize("wrong", [4096, "x", Recovery])
-def test_what_is_no_recovery_is_refused(wrong):
+def test_an_object_that_is_no_recovery_is_refused(wrong):
     with pytest.raises(TypeError, match=r"^recovery must be a Recovery, got "):
         RouterHarness(recovery=wrong)
 
 
-def test_without_a_harness_nobody_can_be_asked():
+def test_a_recovery_without_a_harness_cannot_be_queried():
     with pytest.raises(RuntimeError, match=r"belongs to no RouterHarness$"):
         Recovery()(0)
 
 
-def test_without_a_recovery_nothing_is_kept(make_kv):
+def test_a_harness_without_a_recovery_keeps_no_events(make_kv):
     assert make_kv().publisher.recovery is None
 
 
@@ -241,7 +241,7 @@ def test_without_a_recovery_nothing_is_kept(make_kv):
 @pytest.mark.parametrize("ring", [1, 2, 4096])
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
 @pytest.mark.parametrize("lost", [1, 3])
-def test_a_router_that_recovers_ends_with_the_truth(recovering, backend, ring, lost):
+def test_a_router_that_recovers_ends_in_sync(recovering, backend, ring, lost):
     kv = recovering(backend=backend, ring=ring)
     prompts = [kv.prompt(3) for _ in range(6)]
     kv.worker(0).serve(prompts[0])
@@ -256,7 +256,7 @@ def test_a_router_that_recovers_ends_with_the_truth(recovering, backend, ring, l
     assert (verdict.errors, verdict.unmet) == ([], [])
 
 
-def test_a_router_that_joins_late_gets_a_dump(recovering):
+def test_a_router_that_joins_late_receives_a_dump(recovering):
     kv = recovering()
     kv.events.expect_error("event_id_gap")
     kv.drop_next(3)
@@ -266,7 +266,7 @@ def test_a_router_that_joins_late_gets_a_dump(recovering):
     assert kv.judge().errors == []
 
 
-def test_what_was_lost_at_the_end_and_asked_for_is_no_gap(recovering):
+def test_a_lost_last_event_that_was_recovered_is_no_gap(recovering):
     kv = recovering(index=None)
     store(kv, 1)
     kv.drop_next()
@@ -276,7 +276,7 @@ def test_what_was_lost_at_the_end_and_asked_for_is_no_gap(recovering):
     assert kv.judge().errors == []
 
 
-def test_nothing_is_made_of_an_answer_without_events(recovering):
+def test_an_answer_without_events_changes_no_verdict(recovering):
     kv = recovering(index=None)
     store(kv, 1)
     kv.drop_next()
@@ -287,14 +287,14 @@ def test_nothing_is_made_of_an_answer_without_events(recovering):
 
 
 @pytest.mark.parametrize("ring", [1, 4096])
-def test_what_is_wrong_after_a_recovery_stands_by_itself(recovering, ring):
+def test_an_error_after_a_recovery_stands_by_itself(recovering, ring):
     kv = recovering(ring=ring, index=None)
     store(kv, 1)
     kv.drop_next()
     store(kv, 2)
     store(kv, 3)
     kv.apply(Removed((2,)))
-    assert rules(kv) == ["event_id_gap"]  # under the wound of the gap
+    assert rules(kv) == ["event_id_gap"]  # the error follows from the gap
     kv.ask(0, 1)
     kv.apply(Removed((8,)))
     kv.apply(Stored(7, (6,), (6,)))
@@ -302,7 +302,7 @@ def test_what_is_wrong_after_a_recovery_stands_by_itself(recovering, ring):
 
 
 @pytest.mark.parametrize("ring", [1, 4096])
-def test_the_stream_after_a_recovery_is_judged_by_all_that_was_published(recovering, ring):
+def test_the_stream_after_a_recovery_is_judged_by_all_published_events(recovering, ring):
     kv = recovering(ring=ring, index=None)
     store(kv, 1)
     kv.drop_next(2)
@@ -320,10 +320,10 @@ def test_the_stream_after_a_recovery_is_judged_by_all_that_was_published(recover
     assert problem.observed == "block 1 was removed by event 2"
 
 
-def test_events_from_after_a_hole_leave_the_hole(recovering):
+def test_recovered_events_from_after_a_gap_do_not_fill_the_gap(recovering):
     kv = recovering(index=None)
     store(kv, 1)
-    kv.publisher.transport = lambda _: ()  # lost, and nothing shows what was
+    kv.publisher.transport = lambda _: ()  # the event is lost without a trace
     store(kv, 2)
     kv.publisher.transport = None
     store(kv, 3)
@@ -332,7 +332,7 @@ def test_events_from_after_a_hole_leave_the_hole(recovering):
     assert rules(kv) == ["event_id_gap"]
 
 
-def test_an_index_that_does_not_apply_the_answer_has_no_excuse(recovering):
+def test_an_index_that_does_not_apply_the_answer_drifts(recovering):
     kv = recovering(index=plain)
     store(kv, 1)
     kv.events.expect_error("event_id_gap")
@@ -345,7 +345,7 @@ def test_an_index_that_does_not_apply_the_answer_has_no_excuse(recovering):
     assert (problem.rule, problem.blocks) == ("index_drift", (2,))
 
 
-def test_a_drift_that_the_gap_had_excused_is_reported_after_the_recovery(recovering):
+def test_a_drift_that_the_gap_explained_is_reported_after_the_recovery(recovering):
     class Stops(Plain):
         def apply(self, event):
             if event.event.event_id < 2:
@@ -362,7 +362,7 @@ def test_a_drift_that_the_gap_had_excused_is_reported_after_the_recovery(recover
     assert [(p.rule, p.blocks) for p in kv.judge().errors] == [("index_drift", (2,)), ("index_drift", (3,))]
 
 
-def test_an_index_that_errs_while_it_recovers_has_no_excuse(recovering):
+def test_an_index_that_applies_half_of_the_answer_drifts(recovering):
     class Half(Recovering):
         def take(self, event, step):
             super().take(event, step._replace(apply=step.apply[:1]))
@@ -377,7 +377,7 @@ def test_an_index_that_errs_while_it_recovers_has_no_excuse(recovering):
     assert (problem.rule, problem.event_id, problem.blocks) == ("index_drift", 2, (3,))
 
 
-def test_an_index_that_keeps_what_a_dump_has_not_drifts(recovering):
+def test_an_index_that_does_not_replace_its_blocks_by_a_dump_drifts(recovering):
     class Adds(Recovering):
         def take(self, event, step):
             super().take(event, step._replace(replace=False))
@@ -391,7 +391,7 @@ def test_an_index_that_keeps_what_a_dump_has_not_drifts(recovering):
     assert [problem.rule for problem in kv.judge().errors] == ["index_drift"]
 
 
-def test_an_index_that_counts_what_comes_again_drifts(recovering):
+def test_an_index_that_counts_replayed_events_twice_drifts(recovering):
     # bug catalogue (7): the overlap of a replay inflates counts
     class Counts:
         def __init__(self, ask):
@@ -425,7 +425,7 @@ def test_an_index_that_counts_what_comes_again_drifts(recovering):
 
 
 class Delay:
-    """Holds events back until they are let go."""
+    """Holds events back until they are released."""
 
     def __init__(self, kv, *ids):
         self.kv, self.ids, self.held = kv, ids, []
@@ -442,7 +442,7 @@ class Delay:
 
 
 @pytest.mark.parametrize("ring", [1, 4096])
-def test_an_event_of_a_recovery_may_arrive_late(recovering, ring):
+def test_an_event_that_was_recovered_may_arrive_late(recovering, ring):
     kv = recovering(ring=ring)
     delay = Delay(kv, 1)
     store(kv, 1)
@@ -457,7 +457,7 @@ def test_an_event_of_a_recovery_may_arrive_late(recovering, ring):
     assert kv.judge().errors == []
 
 
-def test_it_may_do_so_once(recovering):
+def test_an_event_that_was_recovered_may_arrive_late_only_once(recovering):
     kv = recovering(index=None)
     delay = Delay(kv, 1)
     store(kv, 1)
@@ -470,7 +470,7 @@ def test_it_may_do_so_once(recovering):
     assert known[1] == "event 2 had arrived: ids went backwards, as after an unannounced restart"
 
 
-def test_an_index_that_applies_it_again_drifts(recovering):
+def test_an_index_that_applies_a_recovered_event_again_drifts(recovering):
     class Forgetful(Recovering):
         def apply(self, event):
             if self.cursor.last(0) is not None and event.event.event_id < self.cursor.last(0):
@@ -493,7 +493,7 @@ def test_an_index_that_applies_it_again_drifts(recovering):
 
 
 @pytest.mark.parametrize("ring", [1, 4096])
-def test_after_an_announced_restart_a_worker_has_nothing_of_what_was(recovering, ring):
+def test_after_an_announced_restart_a_worker_answers_with_an_empty_dump(recovering, ring):
     kv = recovering(ring=ring)
     kv.worker(0).serve(kv.prompt(3))
     kv.worker(0).restart(announced=True)
@@ -504,19 +504,19 @@ def test_after_an_announced_restart_a_worker_has_nothing_of_what_was(recovering,
     assert kv.judge().errors == []
 
 
-def test_who_asks_for_all_after_an_unannounced_restart_has_the_truth(recovering):
+def test_a_router_that_queries_all_after_an_unannounced_restart_is_in_sync(recovering):
     kv = recovering()
     old, new = kv.prompt(3), kv.prompt(2)
     kv.worker(0).serve(old)
     kv.worker(0).restart()
-    kv.index.remove_worker(0)  # by a way of its own the router has learned of it
+    kv.index.remove_worker(0)  # the router detected the restart by other means
     assert TreeDump((), 0) == kv.ask(0)
     kv.worker(0).serve(new)
     assert (kv.overlap(old), kv.overlap(new)) == ({}, {0: 2})
     assert kv.judge().errors == []
 
 
-def test_ids_of_a_recovery_before_a_restart_mean_nothing_after_it(recovering):
+def test_ids_recovered_before_a_restart_do_not_count_after_it(recovering):
     kv = recovering(index=None)
     store(kv, 1)
     kv.drop_next()
@@ -525,11 +525,11 @@ def test_ids_of_a_recovery_before_a_restart_mean_nothing_after_it(recovering):
     kv.worker(0).restart()
     kv.drop_next()
     store(kv, 3)
-    store(kv, 4)  # event 1 again, and not the one of the answer
+    store(kv, 4)  # event 1 again, other than the recovered one
     assert "event_id_gap" in rules(kv)
 
 
-def test_ids_of_a_recovery_mean_nothing_after_a_restart_by_hand(recovering):
+def test_recovered_ids_do_not_count_after_a_restart_of_hand_made_events(recovering):
     kv = recovering(index=None)
     store(kv, 1)
     kv.drop_next()
@@ -541,7 +541,7 @@ def test_ids_of_a_recovery_mean_nothing_after_a_restart_by_hand(recovering):
     assert kv.overlap(Prompt(hashes=[5])) == {0: 1}
 
 
-def test_a_worker_that_is_removed_and_made_anew_has_an_empty_ring(recovering):
+def test_a_worker_that_is_removed_and_made_again_has_an_empty_ring(recovering):
     kv = recovering()
     kv.worker(0).serve(kv.prompt(3))
     kv.remove_worker(0)
@@ -552,7 +552,7 @@ def test_a_worker_that_is_removed_and_made_anew_has_an_empty_ring(recovering):
     assert kv.judge().errors == []
 
 
-def test_a_cleared_in_the_gap_ends_what_was_before_it(recovering):
+def test_a_cleared_in_the_gap_drops_the_earlier_blocks(recovering):
     kv = recovering()
     old, new = kv.prompt(2), kv.prompt(2)
     kv.worker(0).serve(old)
@@ -569,7 +569,7 @@ def test_a_cleared_in_the_gap_ends_what_was_before_it(recovering):
 # ------------------------------------------------------------------------------------------------- odd streams
 
 
-def test_blocks_of_other_tiers_are_recovered_too(recovering):
+def test_blocks_of_lower_tiers_are_recovered_too(recovering):
     kv = recovering(ring=1)
     store(kv, 1)
     kv.events.expect_error("event_id_gap")
@@ -582,8 +582,8 @@ def test_blocks_of_other_tiers_are_recovered_too(recovering):
 
 
 @pytest.mark.parametrize("ring", [1, 2, 4096])
-def test_a_block_that_comes_back_under_its_own_child_leaves_the_links_of_events_in_order(recovering, ring):
-    kv = recovering(ring=ring)  # multi_lru does it
+def test_a_block_stored_again_under_its_own_child_is_recovered_as_from_events_in_order(recovering, ring):
+    kv = recovering(ring=ring)  # multi_lru publishes such a stream
     sink = kv.make_sink(prefix_closed=False)
     sink(Stored(None, (1, 2), (1, 2)))
     kv.events.expect_error("event_id_gap")
@@ -595,7 +595,7 @@ def test_a_block_that_comes_back_under_its_own_child_leaves_the_links_of_events_
 
 
 @pytest.mark.parametrize("ring", [1, 4096])
-def test_copies_are_counted_as_they_were_published(recovering, ring):
+def test_recovered_copies_are_counted_as_they_were_published(recovering, ring):
     kv = recovering(index=None, ring=ring)
     sink = kv.make_sink(residency="counted")
     sink(Stored(None, (1,), (1,)))
@@ -611,7 +611,7 @@ def test_copies_are_counted_as_they_were_published(recovering, ring):
     assert [problem.rule for problem in kv.judge().errors] == ["block_not_found"]
 
 
-def test_a_block_that_no_dump_can_tell_is_nobodys_fault(recovering):
+def test_a_block_that_no_dump_can_contain_is_no_error_of_the_index(recovering):
     class Strict(Recovering):
         def take(self, event, step):
             if step.replace:
@@ -631,7 +631,7 @@ def test_a_block_that_no_dump_can_tell_is_nobodys_fault(recovering):
 
 
 @given(st.data())
-def test_whatever_is_lost_of_a_workers_traffic_the_verdict_is_clean_but_for_the_gaps(data):
+def test_whatever_is_lost_a_recovering_router_ends_with_gaps_as_its_only_errors(data):
     recovery = Recovery(data.draw(st.sampled_from([1, 3, 4096])))
     backend = data.draw(st.sampled_from(["lineage", "lru", "multi_lru"]))
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8), backend, Recovering(recovery), recovery=recovery)
@@ -665,7 +665,7 @@ class AsyncRecovering(Recovering):
             self.take(event, step)
 
 
-def test_an_async_index_recovers_in_its_turn(recovering):
+def test_an_async_index_recovers_when_it_is_flushed(recovering):
     async def test():
         kv = recovering(index=AsyncRecovering)
         kv.events.expect_error("event_id_gap")
@@ -683,7 +683,7 @@ def test_an_async_index_recovers_in_its_turn(recovering):
 
 
 class Threaded(Recovering):
-    """Takes what waits in a thread of its own, for which it waits in `flush`."""
+    """Applies its queue in a thread of its own; `flush` waits for the thread."""
 
     def __init__(self, ask):
         super().__init__(ask)
@@ -704,7 +704,7 @@ class Threaded(Recovering):
 
 
 @pytest.mark.parametrize("sync", ["every", "end"])
-def test_an_index_may_ask_in_a_thread_while_the_harness_waits_for_it(recovering, sync):
+def test_an_index_may_query_in_a_thread_while_the_harness_waits_for_it(recovering, sync):
     kv = recovering(index=Threaded, sync=sync)
     kv.events.expect_error("event_id_gap")
     store(kv, 1, 2)
@@ -716,7 +716,7 @@ def test_an_index_may_ask_in_a_thread_while_the_harness_waits_for_it(recovering,
     assert kv.judge().errors == []
 
 
-def test_a_harness_that_is_left_says_what_an_index_made_wrong_of_an_answer():
+def test_a_harness_reports_at_its_end_what_an_index_did_wrong_with_an_answer():
     recovery = Recovery()
 
     def run():

@@ -26,7 +26,7 @@ def tiers_of(kv, prompt):
     return {tier: blocks[0] for tier, blocks in kv.overlap(prompt, tier=None).items()}
 
 
-def test_a_copy_is_published_when_it_is_done_and_a_load_before_it_is():
+def test_a_copy_is_published_when_it_ends_and_a_load_when_it_begins():
     kv = harness()
     worker, prompt = kv.worker(0), list(range(30))
     worker.serve(prompt)
@@ -39,13 +39,13 @@ def test_a_copy_is_published_when_it_is_done_and_a_load_before_it_is():
     assert kv.reusable(prompt) == {}
     assert kv.reusable(prompt, tier="host") == {0: 28}
     with worker.prefill([*prompt, *range(100, 106)]) as request:
-        assert worker.now == 7.0  # nobody waits for a load
+        assert worker.now == 7.0  # no request waits for a load
         assert (request.cached_tokens, request.onboarded_tokens) == (28, 28)
         assert tiers_of(kv, [*prompt, *range(100, 106)]) == {DEVICE: 9}
     kv.assert_in_sync()
 
 
-def test_less_than_ten_tokens_of_the_host_are_promised_and_not_used():
+def test_fewer_than_ten_tokens_on_the_host_are_promised_and_not_reused():
     kv = harness()
     worker, prompt = kv.worker(0), list(range(9))
     assert worker.traits.promises_more
@@ -69,7 +69,7 @@ def test_write_back_copies_what_the_device_evicts():
     assert tiers_of(kv, list(range(30))) == {HOST: 7}
 
 
-def test_selective_copies_at_the_second_use():
+def test_write_through_selective_copies_at_the_second_use():
     kv = harness(write_policy="write_through_selective")
     worker = kv.worker(0)
     worker.serve(range(16))
@@ -104,7 +104,7 @@ def test_a_clear_empties_device_and_host():
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("host", [4, 16, 40])
-def test_stream_and_engine_agree_after_each_step(policy, host):
+def test_stream_and_engine_are_in_sync_after_each_step(policy, host):
     for seed in range(4):
         rng = Random(seed)
         kv = harness(
@@ -138,7 +138,7 @@ def test_stream_and_engine_agree_after_each_step(policy, host):
         kv.assert_in_sync()
 
 
-def test_an_engine_loads_from_the_host():
+def test_an_engine_loads_blocks_back_from_the_host():
     kv = harness(32, host=200)
     engine = kv.engine(0)
     prompts = [[user] * 60 for user in range(4)]
@@ -153,7 +153,7 @@ def test_an_engine_loads_from_the_host():
     kv.assert_in_sync()
 
 
-def test_a_storage_behind_the_host_is_shared_and_silent():
+def test_a_storage_behind_the_host_is_shared_and_publishes_nothing():
     kv = harness(workers=2, storage=True, prefetch_threshold=16)
     first, second = kv.worker(0), kv.worker(1)
     prompt = list(range(30))
@@ -168,7 +168,7 @@ def test_a_storage_behind_the_host_is_shared_and_silent():
     kv.assert_in_sync()
 
 
-def test_a_test_fills_and_loses_what_the_storage_has():
+def test_a_test_can_fill_the_storage_and_lose_blocks_of_it():
     kv = harness(storage=True, prefetch_threshold=16)
     worker, prompt = kv.worker(0), list(range(41))
     worker.storage.fill(prompt)
@@ -180,12 +180,12 @@ def test_a_test_fills_and_loses_what_the_storage_has():
         assert request.cached_tokens == 20
     worker.storage.lose(prompt)
     assert set() == worker.storage.blocks
-    worker.tick(100.0)  # the copies of what was computed are written
+    worker.tick(100.0)  # copies of computed blocks are written
     assert len(worker.storage.blocks) == 5
     kv.assert_in_sync()
 
 
-def test_a_clear_keeps_the_storage_and_a_harness_has_its_own():
+def test_a_clear_keeps_the_storage_and_each_harness_has_its_own():
     kv = harness(storage=True, prefetch_threshold=16)
     kv.worker(0).serve(range(30))
     kv.worker(0).tick(100.0)
@@ -208,7 +208,7 @@ def test_a_clear_keeps_the_storage_and_a_harness_has_its_own():
         ({"prefetch_threshold": 44}, 0, 0.0),
     ],
 )
-def test_a_request_waits_for_its_prefetch_as_the_policy_says(options, cached, now):
+def test_a_request_waits_for_its_prefetch_as_long_as_the_policy_says(options, cached, now):
     kv = harness(storage=True, **{"prefetch_threshold": 4, **options})
     worker = kv.worker(0)
     worker.storage.fill(range(41))
@@ -220,7 +220,7 @@ def test_a_request_waits_for_its_prefetch_as_the_policy_says(options, cached, no
 
 
 @pytest.mark.parametrize("host", [6, 40])
-def test_a_draft_model_without_pairs_has_a_host(host):
+def test_a_draft_model_without_pairs_can_have_a_host(host):
     spec = BACKENDS["sglang"].variant("sglang_ngram", speculative=SglangSpeculative("NGRAM", 3, draft_tokens=4))
     tiers = {"host": host, "gbps": 1.0, "bytes_per_token": 250_000}
     profile = EngineProfile(block_size=SIZE, num_blocks=20, workers=1, tiers=tiers)
@@ -242,7 +242,7 @@ def test_a_draft_model_without_pairs_has_a_host(host):
     assert engine.passes < 6 * 9  # drafts are accepted
 
 
-def test_who_does_not_wait_for_a_prefetch_finds_it_on_the_host_later():
+def test_a_prefetch_that_a_request_does_not_wait_for_is_on_the_host_later():
     kv = harness(storage=True, prefetch_threshold=4)
     worker = kv.worker(0)
     worker.storage.fill(range(41))
@@ -256,7 +256,7 @@ def test_who_does_not_wait_for_a_prefetch_finds_it_on_the_host_later():
     kv.assert_in_sync()
 
 
-def test_a_prefetch_that_nobody_waits_for_any_more_keeps_nobody_else_waiting():
+def test_an_abandoned_prefetch_does_not_block_other_requests():
     kv = harness(num_blocks=8, storage=True, prefetch_threshold=4, gbps=0.1, prefetch_timeout_base=0.001)
     worker = kv.worker(0)
     worker.serve(range(100, 129))  # its copy takes 70 ms
@@ -270,7 +270,7 @@ def test_a_prefetch_that_nobody_waits_for_any_more_keeps_nobody_else_waiting():
     kv.assert_in_sync()
 
 
-def test_acknowledgements_by_hand():
+def test_manual_acknowledgements_make_copies_resident_one_by_one():
     manager = create_manager("sglang", num_blocks=8, block_size=4, tiers={"host": 8})
     request = manager.request(Prompt.of(range(9)), Random(0))
     manager.find(request)
@@ -293,7 +293,7 @@ def test_acknowledgements_by_hand():
 
 @settings(max_examples=examples(150), database=None, deadline=None)
 @given(traffic(workers=2, most_in_a_burst=5, tiers=True))
-def test_what_is_written_to_the_storage_leaves_room_on_the_device(program):
+def test_blocks_being_written_to_the_storage_leave_room_on_the_device(program):
     tiers = {"host": 3, "gbps": 1.0, "bytes_per_token": 250_000, "write_policy": "write_back"}
     tiers |= {"storage": True, "prefetch_threshold": 8}
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=6, workers=2, tiers=tiers), "sglang") as kv:
@@ -301,7 +301,7 @@ def test_what_is_written_to_the_storage_leaves_room_on_the_device(program):
         kv.assert_in_sync()
 
 
-def test_without_a_storage_there_is_none_to_fill():
+def test_a_worker_without_a_storage_refuses_to_fill_one():
     with pytest.raises(ValueError, match=r"has none; make it with tiers="):
         harness().worker(0).storage.fill(range(8))
 
@@ -346,13 +346,13 @@ def test_without_a_storage_there_is_none_to_fill():
         ),
     ],
 )
-def test_what_was_not_recorded_is_refused_in_one_line(options, message):
+def test_options_without_a_recording_are_refused_in_one_line(options, message):
     with pytest.raises(ValueError) as error:
         create_manager("sglang", num_blocks=8, block_size=4, **options)
     assert str(error.value).startswith(message)
     assert "\n" not in str(error.value)
 
 
-def test_a_policy_of_another_engine_than_sglang_is_refused():
+def test_sglangs_write_policy_is_refused_for_another_engine():
     with pytest.raises(ValueError, match="'write_policy' is not for this backend; vLLM's native offload has"):
         create_manager("vllm", num_blocks=8, tiers={"host": 8, "write_policy": "write_back"})

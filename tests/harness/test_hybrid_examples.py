@@ -1,4 +1,4 @@
-"""The two examples of docs/how-to/hybrid-models.md: its tables have these numbers."""
+"""The two examples of docs/how-to/hybrid-models.md; its tables show these numbers."""
 
 from pytest_kvmock import EngineProfile, RouterHarness, Stored
 from pytest_kvmock.engines import CacheGroup, backend_spec
@@ -7,7 +7,7 @@ FIRST, SECOND, THIRD = ([*range(14), *range(start, start + 8)] for start in (14,
 
 
 def served(*groups):
-    """Tokens held and reused of each prompt, and of each Stored its group, its span, and where its named blocks end."""
+    """Return per prompt: tokens held, tokens reused, and of each Stored its group, span and ends of named blocks."""
     rows, ends = [], {None: 0}
     engine = backend_spec("vllm").variant("vllm_small", groups=groups)
     with RouterHarness(EngineProfile(engine.default_block_size, num_blocks=100), engine) as kv:
@@ -30,7 +30,7 @@ def _spans(event, ends):
     return (event.extra or {}).get("group_idx", 0), start, end, [ends[name] for name in data.block_hashes]
 
 
-def test_a_window():
+def test_the_example_with_a_sliding_window_holds_and_reuses_these_tokens():
     assert served(CacheGroup("sliding_window", 4, window=6), CacheGroup("full_attention", 4)) == [
         (0, 0, [(0, 0, 20, [16, 20]), (1, 0, 20, [4, 8, 12, 16, 20])]),
         (12, 0, [(0, 0, 20, [8, 12, 16, 20]), (1, 0, 20, [4, 8, 12, 16, 20])]),
@@ -38,7 +38,7 @@ def test_a_window():
     ]
 
 
-def test_a_state():
+def test_the_example_with_a_state_holds_and_reuses_these_tokens():
     assert served(CacheGroup("mamba", 8), CacheGroup("full_attention", 8)) == [
         (0, 0, [(0, 0, 16, [16]), (1, 0, 16, [8, 16])]),
         (8, 0, [(0, 0, 8, [8]), (1, 0, 8, [8]), (0, 8, 16, [16]), (1, 8, 16, [16])]),

@@ -1,4 +1,4 @@
-"""What a Cleared empties: the rank that published it, or, in an older Dynamo, all ranks of its worker."""
+"""A Cleared empties the rank that published it or, in an older Dynamo, all ranks of its worker."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def two_ranks(index=None, clears="rank", **options):
     return kv
 
 
-def test_a_cleared_empties_its_rank_or_with_e1_all_ranks_of_the_worker():
+def test_a_cleared_empties_its_rank_or_all_ranks_of_its_worker():
     kv = two_ranks()
     assert (kv.recording.clears, kv.overlap(Prompt(hashes=[1, 2]))) == ("rank", {(0, 1): 2, 1: 2})
     kv = two_ranks(clears="worker")
@@ -26,7 +26,7 @@ def test_a_cleared_empties_its_rank_or_with_e1_all_ranks_of_the_worker():
 
 @pytest.mark.parametrize("survive", [(), ["lose"]], ids=["plain", "surviving"])
 @pytest.mark.parametrize("clears", ["rank", "worker"])
-def test_an_index_that_clears_the_same_is_right_and_another_drifts(clears, survive):
+def test_an_index_with_the_same_rule_of_cleared_is_right_and_with_the_other_drifts(clears, survive):
     other = "worker" if clears == "rank" else "rank"
     assert two_ranks(RadixIndex(clears=clears), clears, survive=survive).judge().errors == []
     rules = {problem.rule for problem in two_ranks(RadixIndex(clears=other), clears, survive=survive).judge().errors}
@@ -44,7 +44,7 @@ class Refuses(RadixIndex):
             raise
 
 
-def test_an_index_may_refuse_what_an_e1_cleared_of_another_rank_has_taken():
+def test_an_index_may_raise_on_blocks_that_a_cleared_of_another_rank_removed():
     """The engine is right: its other rank still holds the parent."""
     index = Refuses(clears="worker")
     kv = two_ranks(index, "worker")

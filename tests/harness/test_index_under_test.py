@@ -1,4 +1,4 @@
-"""A user's index plugged into a harness: every kind of it, and every way in which one can be wrong."""
+"""A user's index in a harness: each kind of index, and each way to be wrong."""
 
 import asyncio
 
@@ -42,7 +42,7 @@ BY_RANK = (Sound, ScoresObject, WithZeros, ByTokens, Manageable, Queued)
 
 
 def busy(kv, rounds=12, workers=(0, 1)):
-    """Traffic that fills the workers and evicts."""
+    """Serve prompts that fill the workers and make them evict."""
     for _ in range(rounds):
         for worker in workers:
             kv.worker(worker).serve(kv.prompt(3, tail=1), output_tokens=5)
@@ -62,7 +62,7 @@ def shown(kv):
 
 @pytest.mark.parametrize("kind", [*BY_RANK, ByWorker])
 @pytest.mark.parametrize("sync", ["every", "auto", "burst", "end"])
-def test_a_sound_index_of_each_kind_passes(make_kv, kind, sync):
+def test_a_right_index_of_each_kind_passes(make_kv, kind, sync):
     with make_kv(index=kind(), sync=sync, workers=2) as kv:
         busy(kv)
         kv.worker(0).clear()
@@ -72,7 +72,7 @@ def test_a_sound_index_of_each_kind_passes(make_kv, kind, sync):
 
 
 @pytest.mark.parametrize("kind", [*BY_RANK, ByWorker])
-def test_the_index_that_is_plugged_in_answers(make_kv, kind):
+def test_the_index_under_test_answers_overlaps(make_kv, kind):
     index = kind()
     kv = make_kv(index=index, workers=2)
     asked = kv.prompt(3)
@@ -83,13 +83,13 @@ def test_the_index_that_is_plugged_in_answers(make_kv, kind):
     assert kv.inside.reference is not index
 
 
-def test_without_one_the_reference_answers(make_kv):
+def test_without_an_index_under_test_the_reference_answers(make_kv):
     kv = make_kv()
     assert kv.index is kv.inside.reference
 
 
 @pytest.mark.parametrize("kind", [Sound, ByTokens])
-def test_ranks_are_distinguished_by_an_index_that_does(make_kv, kind):
+def test_an_index_by_rank_distinguishes_ranks(make_kv, kind):
     with make_kv(index=kind(), dp_size=2) as kv:
         asked = kv.prompt(3)
         kv.worker(0, dp_rank=0).serve(asked.tokens[:4])
@@ -97,7 +97,7 @@ def test_ranks_are_distinguished_by_an_index_that_does(make_kv, kind):
         assert kv.overlap(asked) == {(0, 0): 1, (0, 1): 3}
 
 
-def test_an_answer_by_worker_is_the_most_over_its_ranks(make_kv):
+def test_an_answer_by_worker_is_the_maximum_over_its_ranks(make_kv):
     with make_kv(index=ByWorker(), dp_size=2) as kv:
         asked = kv.prompt(3)
         kv.worker(0, dp_rank=0).serve(asked.tokens[:4])
@@ -105,19 +105,19 @@ def test_an_answer_by_worker_is_the_most_over_its_ranks(make_kv):
         assert kv.overlap(asked) == {0: 3}
 
 
-def test_overlap_by_hashes_asks_the_index_too(make_kv):
+def test_overlap_of_hashes_queries_the_index_too(make_kv):
     kv = make_kv(index=Sound())
     chain(kv, 1, 2)
     assert kv.overlap(Prompt(hashes=[1, 2, 3])) == {0: 2}
 
 
-def test_an_index_of_tokens_cannot_be_asked_with_hashes(make_kv):
+def test_an_index_of_tokens_cannot_be_queried_with_hashes(make_kv):
     kv = make_kv(index=ByTokens())
     with pytest.raises(ValueError, match=r"takes tokens \(match_tokens\), and this prompt has only hashes"):
         kv.overlap(Prompt(hashes=[1]))
 
 
-def test_an_index_of_tokens_cannot_be_compared_on_events_without_them(make_kv):
+def test_an_index_of_tokens_cannot_be_compared_on_events_without_tokens(make_kv):
     kv = make_kv(index=ByTokens())
     chain(kv, 1, 2)
     (problem,) = kv.judge().errors
@@ -147,7 +147,7 @@ class ReadsTokens(ByTokens):
     ],
     ids=["none", "too few"],
 )
-def test_an_index_of_tokens_that_raises_for_want_of_them_is_told_where_they_come_from(make_kv, token_ids, raised):
+def test_an_index_of_tokens_that_raises_without_them_gets_advice_on_token_ids(make_kv, token_ids, raised):
     kv = make_kv(None, index=ReadsTokens())
     sink = kv.make_sink()
     sink.publish(Stored(None, (1, 2), (1, 2)), token_ids=token_ids)
@@ -160,7 +160,7 @@ def test_an_index_of_tokens_that_raises_for_want_of_them_is_told_where_they_come
 
 
 @pytest.mark.parametrize("index", [Sound, ByTokens], ids=["by hashes", "by tokens"])
-def test_an_index_that_raises_for_another_reason_is_not_told_of_tokens(make_kv, index):
+def test_an_index_that_raises_for_another_reason_gets_no_advice_on_tokens(make_kv, index):
     class Raises(index):
         def apply(self, event):
             raise OSError("none")
@@ -181,11 +181,11 @@ ONLY_HASHES = (
 
 
 @pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang"])
-def test_a_prompt_without_tokens_is_refused_for_an_index_of_tokens_before_anything_is_published(make_kv, backend):
+def test_a_prompt_without_tokens_is_refused_for_an_index_of_tokens_before_any_event(make_kv, backend):
     kv = make_kv(backend, index=ByTokens())
     prompt = TraceRequest(0.0, 10, 1, (7, 8, 9)).prompt(4)
     engine, worker = kv.engine(0), kv.worker(None)
-    begun = kv.events.total  # sglang publishes a Cleared as it begins
+    begun = kv.events.total  # sglang publishes a Cleared at its start
     for serve in (worker.serve, worker.prefill, lambda prompt: engine.submit(prompt, 1)):
         with pytest.raises(ValueError) as refused:
             serve(prompt)
@@ -208,7 +208,7 @@ def test_an_index_of_tokens_follows_a_trace_with_tokens(make_kv, backend):
     assert kv.judge().errors == []
 
 
-def test_a_worker_that_publishes_nothing_serves_what_the_index_could_not_be_asked_for(make_kv):
+def test_a_worker_that_publishes_nothing_may_serve_hashes_over_an_index_of_tokens(make_kv):
     kv = make_kv(index=ByTokens(), prefix_caching=False)
     assert kv.worker(0).serve(Prompt(hashes=[1, 2])).cached_tokens == 0
     assert kv.judge().errors == []
@@ -217,7 +217,7 @@ def test_a_worker_that_publishes_nothing_serves_what_the_index_could_not_be_aske
 # -------------------------------------------------------------------------------------- flush, dump_events, remove
 
 
-def test_flush_is_called_before_an_index_is_asked(make_kv):
+def test_flush_is_called_before_an_index_is_queried(make_kv):
     index = Queued()
     kv = make_kv(index=index, sync="end")
     chain(kv, 1, 2)
@@ -226,7 +226,7 @@ def test_flush_is_called_before_an_index_is_asked(make_kv):
     assert index.queue == []
 
 
-def test_an_index_that_never_catches_up_is_found(make_kv, rules_of):
+def test_an_index_that_never_applies_its_queue_drifts(make_kv, rules_of):
     class Lazy(Queued):
         def flush(self):
             pass
@@ -250,7 +250,7 @@ def test_an_index_that_is_not_empty_is_refused(make_kv, as_generator):
         make_kv(index=index)
 
 
-def test_an_index_that_is_not_empty_and_cannot_say_so_is_found_at_the_first_drift(make_kv):
+def test_an_index_that_is_not_empty_and_cannot_be_dumped_is_found_at_the_first_drift(make_kv):
     index = Sound()
     for worker in (0, 1):
         index.apply(RouterEvent(worker, KvCacheEvent(0, Stored(None, (1, 2), (1, 2)))))
@@ -261,7 +261,7 @@ def test_an_index_that_is_not_empty_and_cannot_say_so_is_found_at_the_first_drif
     assert "it never stored it, worker 0 did; was the index empty at the start?" in problem.observed
 
 
-def test_a_removed_worker_is_removed_from_an_index(make_kv):
+def test_a_removed_worker_is_removed_from_the_index(make_kv):
     index = Manageable()
     with make_kv(index=index, workers=2) as kv:
         asked = kv.prompt(2)
@@ -272,7 +272,7 @@ def test_a_removed_worker_is_removed_from_an_index(make_kv):
         assert kv.overlap(asked) == {1: 2}
 
 
-def test_an_announced_restart_removes_the_worker_from_an_index(make_kv):
+def test_an_announced_restart_removes_the_worker_from_the_index(make_kv):
     index = Manageable()
     with make_kv(index=index, dp_size=2) as kv:
         asked = kv.prompt(2)
@@ -284,7 +284,7 @@ def test_an_announced_restart_removes_the_worker_from_an_index(make_kv):
         kv.worker(0, dp_rank=1).serve(asked)
 
 
-def test_an_index_that_cannot_remove_a_worker_is_refused_and_nothing_changes(make_kv):
+def test_removing_a_worker_from_an_index_without_remove_worker_is_refused(make_kv):
     kv = make_kv(index=Sound(), workers=2)
     asked = kv.prompt(2)
     kv.worker(0).serve(asked)
@@ -299,7 +299,7 @@ def test_an_index_that_cannot_remove_a_worker_is_refused_and_nothing_changes(mak
     kv.assert_in_sync()
 
 
-def test_an_index_that_raises_at_a_removal_keeps_everything_as_it_was(make_kv):
+def test_an_index_that_raises_at_a_removal_leaves_everything_unchanged(make_kv):
     class Stubborn(Manageable):
         def remove_worker(self, worker_id):
             raise OSError("no")
@@ -347,7 +347,7 @@ class NotCallable(Sound):
     ],
     ids=range(5),
 )
-def test_an_index_that_lacks_something_is_refused(make_kv, index, message):
+def test_an_index_that_lacks_a_method_is_refused(make_kv, index, message):
     with pytest.raises(TypeError, match=message):
         make_kv(index=index)
 
@@ -355,7 +355,7 @@ def test_an_index_that_lacks_something_is_refused(make_kv, index, message):
 @pytest.mark.parametrize(
     "answer", [None, 3, [0, 1], "no", {"0": 1}, {0: "1"}, {0: 1.0}, {0: 1, (1, 0): 1}, {(0,): 1}, OverlapScores(None)]
 )
-def test_an_answer_that_cannot_be_read_is_one_problem_that_says_what_came(make_kv, answer):
+def test_an_unreadable_answer_is_one_problem_that_quotes_it(make_kv, answer):
     kv = make_kv(index=Answers(answer))
     chain(kv, 1, 2)
     with pytest.raises(ValueError, match=r"Answers returned .*; expected .*worker_id or"):
@@ -365,7 +365,7 @@ def test_an_answer_that_cannot_be_read_is_one_problem_that_says_what_came(make_k
     assert "Answers returned" in problem.observed
 
 
-def test_an_index_that_always_raises_when_asked_is_one_problem_a_worker(make_kv, rules_of):
+def test_an_index_that_always_raises_at_lookups_is_one_problem_per_worker(make_kv, rules_of):
     kv = make_kv(index=RaisesWhenAsked(), workers=2)
     busy(kv)
     errors = kv.judge().errors
@@ -374,13 +374,13 @@ def test_an_index_that_always_raises_when_asked_is_one_problem_a_worker(make_kv,
     assert errors[0].observed.startswith("find_matches raised ZeroDivisionError: no (faulty_indexes.py:")
 
 
-def test_an_index_that_always_raises_at_the_end_is_one_problem_a_worker(make_kv, rules_of):
+def test_an_index_that_raises_at_the_lookups_at_the_end_is_one_problem_per_worker(make_kv, rules_of):
     kv = make_kv(index=RaisesWhenAsked(), workers=2, sync="end")
     busy(kv)
     assert rules_of(kv.judge().errors) == ["index_failure", "index_failure"]
 
 
-def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
+def test_a_flush_that_raises_is_one_problem_without_a_worker(make_kv):
     class Broken(Manageable):
         def flush(self):
             raise OSError("gone")
@@ -395,7 +395,7 @@ def test_a_flush_that_raises_is_one_problem_and_names_no_worker(make_kv):
     assert (problem.worker_id, problem.dp_rank) == (-1, 0)
 
 
-def test_what_an_index_raises_does_not_reach_the_code_under_test(make_kv):
+def test_an_exception_of_the_index_does_not_reach_the_code_under_test(make_kv):
     kv = make_kv(index=RaisesOnce())
     assert len(kv.worker(0).serve(kv.prompt(2)).stored_blocks) == 2
 
@@ -403,7 +403,7 @@ def test_what_an_index_raises_does_not_reach_the_code_under_test(make_kv):
 # ------------------------------------------------------------------------------------- wrong ones, and at which event
 
 
-def test_a_skipped_removed_is_found_at_that_event(make_kv):
+def test_a_skipped_removed_is_found_at_its_event(make_kv):
     kv = make_kv(index=ForgetsOneRemoved())
     chain(kv, 1, 2, 3)
     kv.apply([Removed((3,)), Stored(2, (4,), (4,))])
@@ -416,7 +416,7 @@ def test_a_skipped_removed_is_found_at_that_event(make_kv):
     assert problem.expected == "2 blocks, as the reference index returned"
 
 
-def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
+def test_a_cleared_that_empties_another_rank_is_found_at_its_event(make_kv):
     class ClearsAllRanks(Sound):
         def apply(self, event):
             super().apply(event)
@@ -435,7 +435,7 @@ def test_a_cleared_that_empties_another_rank_is_found_at_that_event(make_kv):
     )
 
 
-def test_a_chain_that_lacks_its_first_block_is_named_as_the_worker_names_it(make_kv):
+def test_a_missing_first_block_is_named_by_the_workers_hash(make_kv):
     class ForgetsWorkerOne(Sound):
         def find_matches(self, local_hashes):
             return {key: blocks for key, blocks in super().find_matches(local_hashes).items() if key[0] != 1}
@@ -449,7 +449,7 @@ def test_a_chain_that_lacks_its_first_block_is_named_as_the_worker_names_it(make
     assert problem.observed.endswith("on a 1-block prefix (ends in 5); block 5 was stored by event 0 and never removed")
 
 
-def test_an_ignored_cleared_is_found_at_that_event(make_kv, rules_of):
+def test_an_ignored_cleared_is_found_at_its_event(make_kv, rules_of):
     kv = make_kv(index=IgnoresCleared())
     chain(kv, 1, 2)
     chain(kv, 5)
@@ -459,7 +459,7 @@ def test_an_ignored_cleared_is_found_at_that_event(make_kv, rules_of):
     assert 1 <= len(errors) <= 3
 
 
-def test_a_removal_from_the_wrong_worker_is_found_at_that_event(make_kv):
+def test_a_removal_from_the_wrong_worker_is_found_at_its_event(make_kv):
     kv = make_kv(index=RemovesFromTheWrongWorker(), workers=2)
     chain(kv, 1, 2)
     chain(kv, 1, 2, worker=1)
@@ -468,7 +468,7 @@ def test_a_removal_from_the_wrong_worker_is_found_at_that_event(make_kv):
     assert (problem.rule, problem.worker_id, problem.event_id) == ("index_drift", 0, 1)
 
 
-def test_a_match_by_content_alone_is_found_at_the_first_chain(make_kv):
+def test_a_match_by_content_only_is_found_at_the_first_chain(make_kv):
     kv = make_kv(index=MatchesByContentAlone())
     chain(kv, 1)
     assert set() == shown(kv)
@@ -478,7 +478,7 @@ def test_a_match_by_content_alone_is_found_at_the_first_chain(make_kv):
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
-def test_an_index_that_raises_once_fails_at_that_event_and_what_it_missed_follows(make_kv, at, rules_of):
+def test_an_index_that_raises_once_fails_at_that_event_and_its_drift_follows_from_it(make_kv, at, rules_of):
     kv = make_kv(index=RaisesOnce(at))
     chain(kv, 1)
     kv.apply([Stored(1, (2,), (2,)), Stored(2, (3,), (3,)), Stored(3, (4,), (4,))])
@@ -488,7 +488,7 @@ def test_an_index_that_raises_once_fails_at_that_event_and_what_it_missed_follow
     assert {"index_failure", "index_drift"} >= set(rules_of(problem.consequences())) > set()
 
 
-def test_an_index_that_refuses_a_wrong_event_is_noted_under_what_is_wrong_with_it(make_kv, rules_of):
+def test_an_index_that_refuses_a_wrong_event_is_listed_under_the_error_of_the_event(make_kv, rules_of):
     class Strict(Sound):
         def apply(self, event):
             if isinstance(event.event.data, Stored) and event.event.data.parent_hash == 9:
@@ -507,10 +507,10 @@ FAULTY = (ForgetsOneRemoved, IgnoresCleared, RemovesFromTheWrongWorker, MatchesB
 
 @pytest.mark.parametrize("kind", FAULTY)
 @pytest.mark.parametrize("sync", ["every", "auto", "end"])
-def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
+def test_each_wrong_index_is_found_by_traffic(make_kv, kind, sync):
     index = kind()
     if sync == "end" and kind is ForgetsOneRemoved:
-        index.skips = 1000  # a later Removed of its parent hides a single one
+        index.skips = 1000  # a single one is hidden by a later Removed of its parent
     kv = make_kv(index=index, sync=sync, workers=2)
     busy(kv)
     if kind is IgnoresCleared:
@@ -519,13 +519,13 @@ def test_each_wrong_index_is_found_in_traffic(make_kv, kind, sync):
     errors = kv.judge().errors
     assert errors
     assert {"index_drift", "index_failure"} >= {problem.rule for problem in errors}
-    if sync == "end" and kind is not RaisesOnce:  # an exception shows at once
+    if sync == "end" and kind is not RaisesOnce:  # an exception is reported at once
         assert set() == before_the_end
     else:
         assert set() < before_the_end
 
 
-def test_a_fault_is_reported_once_a_block(make_kv):
+def test_a_drift_is_reported_once_per_block(make_kv):
     kv = make_kv(index=ForgetsOneRemoved())
     chain(kv, 1, 2)
     kv.apply([Removed((2,)), Removed((1,)), Stored(None, (1,), (1,))])
@@ -535,7 +535,7 @@ def test_a_fault_is_reported_once_a_block(make_kv):
     assert kv.judge().errors == []
 
 
-def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
+def test_assert_in_sync_raises_each_time_while_the_index_differs(make_kv):
     kv = make_kv(index=ForgetsOneRemoved())
     chain(kv, 1, 2)
     kv.assert_in_sync()
@@ -548,7 +548,7 @@ def test_index_and_reference_out_of_sync_are_asserted_each_time(make_kv):
     kv.assert_in_sync()
 
 
-def test_what_has_drifted_since_is_reported_beside_what_was_reported_before(make_kv):
+def test_a_new_drift_is_reported_next_to_an_earlier_one(make_kv):
     index = ForgetsOneRemoved()
     kv = make_kv(index=index)
     chain(kv, 1, 2)
@@ -558,7 +558,7 @@ def test_what_has_drifted_since_is_reported_beside_what_was_reported_before(make
     assert [problem.blocks for problem in kv.judge().errors] == [(2,), (5,)]
 
 
-def test_blocks_that_are_each_others_parents_are_asked_for_all_the_same(make_kv):
+def test_blocks_that_are_each_others_parents_are_still_looked_up(make_kv):
     kv = make_kv(index=RadixIndex())
     chain(kv, 1)
     kv.apply([Stored(1, (2,), (2,)), Stored(2, (1,), (1,))])
@@ -566,7 +566,7 @@ def test_blocks_that_are_each_others_parents_are_asked_for_all_the_same(make_kv)
     assert [problem for problem in kv.judge().errors if problem.rule == "index_failure"] == []
 
 
-def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
+def test_a_drift_found_at_the_end_is_placed_after_the_last_event(make_kv):
     kv = make_kv(index=ForgetsOneRemoved(), sync="end")
     chain(kv, 1, 2)
     kv.apply(Removed((2,)))
@@ -576,7 +576,7 @@ def test_what_is_found_at_the_end_stands_after_the_last_event(make_kv):
     assert (problem.event, problem.position) == (None, 1)
 
 
-def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_event(make_kv):
+def test_a_drift_found_at_an_async_flush_is_placed_after_the_last_event(make_kv):
     async def body():
         chain(kv, 1, 2)
         kv.apply(Removed((2,)))
@@ -593,7 +593,7 @@ def test_what_is_found_when_an_async_index_is_flushed_stands_after_the_last_even
     assert (problem.event, problem.position) == (None, 1)
 
 
-def test_how_often_an_index_is_asked_follows_from_sync(make_kv, monkeypatch):
+def test_sync_determines_how_often_an_index_is_looked_up(make_kv, monkeypatch):
     from pytest_kvmock.harness import index_comparison as comparison
 
     monkeypatch.setattr(comparison, "ALWAYS_UPTO", 10)
@@ -611,14 +611,14 @@ def test_how_often_an_index_is_asked_follows_from_sync(make_kv, monkeypatch):
     assert 10 < asked["auto"] < 60
 
 
-def test_by_itself_the_first_2000_events_are_each_followed_by_a_question(make_kv):
+def test_with_sync_auto_each_of_the_first_2000_events_is_followed_by_a_lookup(make_kv):
     index = Sound()
     kv = make_kv(index=index)
     for number in range(2000):
         chain(kv, number)
     assert index.asked == 2000
     chain(kv, 2000)
-    assert index.asked == 2000  # this name and seed choose later ones
+    assert index.asked == 2000  # with this name and seed, later events are chosen
     for number in range(2001, 2321):
         chain(kv, number)
     assert 5 <= index.asked - 2000 <= 40  # one in 16
@@ -627,7 +627,7 @@ def test_by_itself_the_first_2000_events_are_each_followed_by_a_question(make_kv
 # -------------------------------------------------------------------------------------------------- async indexes
 
 
-def test_events_wait_for_an_async_index_until_it_is_flushed(make_kv):
+def test_events_wait_for_an_async_index_until_a_flush(make_kv):
     async def body(kv):
         asked = kv.prompt(2)
         kv.worker(0).serve(asked)
@@ -660,7 +660,7 @@ def test_a_lookup_of_an_async_index_does_not_flush_it(make_kv):
     asyncio.run(body(make_kv(index=index)))
 
 
-def test_an_async_index_is_not_asked_without_await(make_kv):
+def test_an_async_index_is_not_queried_without_await(make_kv):
     kv = make_kv(index=Async())
     with pytest.raises(TypeError, match=r"overlap cannot query an async index \(Async\): use `await kv_harness.a"):
         kv.overlap([1, 2, 3, 4])
@@ -668,7 +668,7 @@ def test_an_async_index_is_not_asked_without_await(make_kv):
         kv.assert_in_sync()
 
 
-def test_an_index_that_is_not_async_is_not_awaited(make_kv):
+def test_a_sync_index_cannot_be_awaited(make_kv):
     async def body(kv):
         for call in (kv.aflush, kv.aassert_in_sync, lambda: kv.aoverlap([1])):
             with pytest.raises(TypeError, match="is for an async index under test; this one is not async"):
@@ -678,7 +678,7 @@ def test_an_index_that_is_not_async_is_not_awaited(make_kv):
     asyncio.run(body(make_kv()))
 
 
-def test_events_that_wait_at_the_end_are_not_flushed(make_kv):
+def test_events_that_wait_at_the_end_are_reported_as_not_flushed(make_kv):
     kv = make_kv(index=Async())
     kv.worker(0).serve(kv.prompt(1))
     kv.worker(0).serve(kv.prompt(1))
@@ -705,7 +705,7 @@ def test_a_wrong_async_index_is_found_at_the_flush(make_kv):
     assert (problem.rule, problem.blocks) == ("index_drift", (3,))
 
 
-def test_an_async_index_out_of_sync_is_asserted_each_time(make_kv):
+def test_aassert_in_sync_raises_each_time_while_the_index_differs(make_kv):
     class Forgetful(Async):
         async def apply(self, event):
             if not isinstance(event.event.data, Removed):
@@ -744,7 +744,7 @@ def test_an_async_index_that_raises_is_found_at_the_flush(make_kv):
 
 @pytest.mark.parametrize("what", ["remove", "restart"])
 @pytest.mark.parametrize("kind", [Async, AsyncManageable])
-def test_an_async_index_removes_a_worker_in_its_turn(make_kv, kind, what):
+def test_an_async_index_removes_a_worker_after_the_events_before_it(make_kv, kind, what):
     class Index(kind):
         if kind is Async:
 
@@ -769,7 +769,7 @@ def test_an_async_index_removes_a_worker_in_its_turn(make_kv, kind, what):
     assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_a_worker_is_not_removed_from_an_async_index_without_a_flush(make_kv, rules_of):
+def test_a_removal_from_an_async_index_waits_for_a_flush(make_kv, rules_of):
     kv = make_kv(index=AsyncManageable())
     kv.worker(0).serve(kv.prompt(1))
     kv.remove_worker(0)
@@ -789,7 +789,7 @@ def test_an_index_that_raises_at_a_cleared_fails_once():
     assert (error.rule, {p.rule for p in error.folded}) == ("index_failure", {"index_drift"})
 
 
-def test_a_dump_that_raises_at_the_start_is_one_error():
+def test_a_dump_that_raises_at_the_start_is_refused():
     class Broken(RadixIndex):
         def dump_events(self):
             raise RuntimeError("broken")
@@ -798,7 +798,7 @@ def test_a_dump_that_raises_at_the_start_is_one_error():
         RouterHarness(backend=None, index=Broken())
 
 
-def test_two_flushes_at_once_are_refused_and_nothing_is_lost():
+def test_two_concurrent_flushes_are_refused_and_no_event_is_lost():
     class Slow:
         def __init__(self):
             self.inner = RadixIndex()
@@ -826,7 +826,7 @@ def test_two_flushes_at_once_are_refused_and_nothing_is_lost():
 
 
 @pytest.mark.parametrize("answer", [{0: -1}, {(0, 0): -2}])
-def test_a_negative_answer_cannot_be_read(answer):
+def test_a_negative_answer_is_an_index_failure(answer):
     class Negative(RadixIndex):
         def find_matches(self, hashes, *rest):
             return answer
@@ -837,7 +837,7 @@ def test_a_negative_answer_cannot_be_read(answer):
 
 
 class LooksOverHoles:
-    """A prompt is found as far as its deepest block is held."""
+    """Finds a prompt as far as the deepest block that is held."""
 
     def __init__(self):
         self.chains = {}
@@ -857,7 +857,7 @@ class LooksOverHoles:
         return {(2**16, 0): max(map(len, held), default=0)}
 
 
-def test_a_block_behind_a_hole_is_told_with_the_hole():
+def test_a_drift_behind_a_removed_block_names_that_block():
     kv = RouterHarness(EngineProfile(block_size=4), backend=None, index=LooksOverHoles())
     sink = kv.make_sink()
     sink(Stored(None, (1, 2, 3), (11, 12, 13)))

@@ -1,4 +1,4 @@
-"""Indexes under test over stores that are below the device alone: what is right, and what is found."""
+"""Indexes under test over stores that exist only below the device: right ones pass, wrong ones are found."""
 
 import pytest
 from depth import each_parameter
@@ -16,7 +16,7 @@ KINDS = [*STORES]
 
 
 def played(kind, make, *, told=True):
-    """The verdict over an index: two workers of a store and one without, each with prompts of the other."""
+    """Return the verdict over an index: two workers share a store, one has none; each serves the others' prompts."""
     index = make(count_copies=True, clears_below=False, stores=STORES[kind] if told else None)
     index.tier = TIER[kind]
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12, workers=3), "vllm", index, stores=STORES[kind])
@@ -33,7 +33,7 @@ def played(kind, make, *, told=True):
 
 
 class LeavesStoresOut(RadixIndex):
-    """An index of workers."""
+    """An index of workers only."""
 
     def apply(self, event):
         if event.storage_tier is StorageTier.DEVICE:
@@ -41,7 +41,7 @@ class LeavesStoresOut(RadixIndex):
 
 
 class Lowers(RadixIndex):
-    """An index that promises of the store what ends with the fourth block, alike to all."""
+    """An index that promises a store's blocks up to the fourth block of a prompt, to all workers alike."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -59,14 +59,14 @@ def test_a_right_index_passes(kind, make):
 
 
 class AnUnknownMediumIsTheDevice(RadixIndex):
-    """What is in a store counts as the device's."""
+    """Counts a store's blocks as blocks of the device."""
 
     def apply(self, event):
         super().apply(RouterEvent(event.worker_id, event.event, StorageTier.DEVICE, event.token_ids, event.extra))
 
 
 class AStoreIsAWorker(RadixIndex):
-    """A store becomes a worker, with an id of its own."""
+    """Makes a store a worker with an id of its own."""
 
     def apply(self, event):
         super().apply(event)
@@ -75,7 +75,7 @@ class AStoreIsAWorker(RadixIndex):
 
 
 class JumpsAHole(RadixIndex):
-    """Promises what is behind a hole, to all of the store."""
+    """Promises blocks behind a hole to all workers of the store."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -85,7 +85,7 @@ class JumpsAHole(RadixIndex):
 
 
 class CreditsTheStranger(RadixIndex):
-    """Promises the store to a worker that has no part in it."""
+    """Promises the store to a worker that does not share it."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -95,7 +95,7 @@ class CreditsTheStranger(RadixIndex):
 
 WRONG = {
     "mooncake": (AnUnknownMediumIsTheDevice, AStoreIsAWorker, JumpsAHole, CreditsTheStranger),
-    "lmcache": (JumpsAHole, CreditsTheStranger),  # the others read nothing of a chain that is not theirs
+    "lmcache": (JumpsAHole, CreditsTheStranger),  # the other kinds read nothing of a foreign chain
 }
 
 
@@ -108,12 +108,12 @@ def test_a_wrong_index_is_found(kind, make):
     assert {problem.rule for problem in errors} <= {"index_drift", "index_failure"}
 
 
-def test_an_index_of_workers_that_credits_who_put_it_is_found():
+def test_an_index_that_credits_a_store_block_to_its_publisher_is_found():
     errors = played("mooncake", RadixIndex, told=False).errors
     assert {problem.rule for problem in errors} == {"index_drift"}
     assert "the store 'pool' has it, and worker 1 can load from it" in str(errors[0])
 
 
-def test_each_kind_has_blocks_or_chunks():
+def test_each_kind_of_store_has_blocks_or_chunks():
     kinds = {kind: type(RadixIndex(stores=stores)._owners.by_name["pool"]) for kind, stores in STORES.items()}
     assert kinds == {"mooncake": OwnedBlocks, "lmcache": OwnedChunks}

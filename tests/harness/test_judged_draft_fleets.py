@@ -1,6 +1,4 @@
-"""A judged fleet over engines with a draft model: what a router believes is compared by the windows that names
-cover.
-"""
+"""A judged fleet over engines with a draft model compares a router's overlaps by the windows that names cover."""
 
 import pytest
 
@@ -14,16 +12,14 @@ SIZE = 8
 
 
 class PlainNames(RightRouter):
-    """Asks its index by hashes of blocks alone, whatever names cover."""
+    """Looks up its index by block hashes only, whatever window the names cover."""
 
     def overlap(self, request):
         return self._matched(request.local_hashes)
 
 
 def believed(backend, kind):
-    """The rules of beliefs that a router breaks, over two runs of prompts that share beginnings; a worker restarts
-    in the second.
-    """
+    """Return the rules that a router's beliefs break in two runs with shared prefixes; the second has a restart."""
     harness = RouterHarness(EngineProfile(block_size=SIZE, num_blocks=128, workers=2, seed=3), backend)
     fleet = harness.fleet(kind(range(2), copies=BACKENDS[backend].residency == "counted"))
     prompts = [harness.prompt(blocks=4) for _ in range(3)]
@@ -38,10 +34,10 @@ def believed(backend, kind):
 
 
 @pytest.mark.parametrize("backend", WITH_DRAFTS)
-def test_a_router_that_asks_by_windows_believes_what_is_right(backend):
+def test_a_router_that_looks_up_windows_has_the_right_overlaps(backend):
     assert believed(backend, RightRouter) == set()
 
 
 @pytest.mark.parametrize("backend", WITH_DRAFTS)
-def test_a_router_that_asks_by_plain_names_does_not(backend):
+def test_a_router_that_looks_up_plain_names_has_overlap_drift(backend):
     assert believed(backend, PlainNames) == {OVERLAP_DRIFT}

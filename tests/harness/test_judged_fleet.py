@@ -1,6 +1,4 @@
-"""A fleet over the workers of a harness: verdict, faults, late events, incidents, and reproduction from what was
-recorded.
-"""
+"""A fleet over the workers of a harness: verdict, faults, late events, incidents, and replay of the recording."""
 
 from collections import Counter
 
@@ -27,7 +25,7 @@ def harness(backend="lineage", **options):
 
 
 class Blind(RadixIndex):
-    """An index that overlooks every third Removed."""
+    """An index that ignores every third Removed."""
 
     def __init__(self):
         super().__init__()
@@ -42,14 +40,14 @@ class Blind(RadixIndex):
 
 
 class Numbering(RoundRobin):
-    """Notes where the event ids of a stream do not go on, since it was told last that its worker begins."""
+    """Records gaps in the event ids of each stream since the last notice that its worker starts."""
 
     def __init__(self):
         super().__init__()
         self.last, self.gaps = {}, []
 
     def apply(self, event):
-        expected = self.last.get(event.key, event.event.event_id - 1) + 1  # it may have begun before the run
+        expected = self.last.get(event.key, event.event.event_id - 1) + 1  # the stream may have begun before the run
         if event.event.event_id != expected:
             self.gaps.append((event.key, expected, event.event.event_id))
         self.last[event.key] = event.event.event_id
@@ -81,7 +79,7 @@ def test_a_right_router_has_no_problem(backend, delay):
 )
 @pytest.mark.parametrize("delay", [0, 30])
 @pytest.mark.parametrize("index", [None, RadixIndex], ids=["reference", "own-index"])
-def test_incidents_are_no_problem_by_themselves(happen, delay, index):
+def test_incidents_cause_no_problem_by_themselves(happen, delay, index):
     with harness(index=None if index is None else index()) as world:
         fleet = world.fleet(event_delay_ms=delay)
         happen(fleet.at(100))
@@ -91,7 +89,7 @@ def test_incidents_are_no_problem_by_themselves(happen, delay, index):
 @pytest.mark.parametrize("delay", [0, 30])
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_worker_that_restarts_announced_begins_all_its_streams_anew(backend, ranks, delay):
+def test_an_announced_restart_starts_all_streams_of_the_worker_again(backend, ranks, delay):
     router = Numbering()
     with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=ranks), backend) as world:
         fleet = world.fleet(router, event_delay_ms=delay)
@@ -104,7 +102,7 @@ def test_a_worker_that_restarts_announced_begins_all_its_streams_anew(backend, r
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("notice_ms", [0, 60, 10_000], ids=["at-once", "noticed-later", "noticed-never"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_dead_worker_publishes_nothing(backend, notice_ms, ranks, delay):
+def test_a_crashed_worker_publishes_nothing(backend, notice_ms, ranks, delay):
     published, by_its_end = Counter(), []
 
     class Router(Numbering):
@@ -141,14 +139,14 @@ def test_an_index_under_test_answers_overlaps_and_is_judged():
     assert {problem.rule for problem in world.judge().errors} == {"index_drift"}
 
 
-def test_faults_strike_a_fleet():
+def test_faults_are_injected_into_the_events_of_a_fleet():
     world = harness()
     world.faults.lose(1, kind="stored")
     world.fleet(RoundRobin()).run(trace())
     assert "event_id_gap" in {problem.rule for problem in world.judge().errors}
 
 
-def test_what_is_late_reaches_the_router_late():
+def test_delayed_events_reach_the_router_and_the_log_together():
     heard = []
 
     class Router(RoundRobin):
@@ -161,7 +159,7 @@ def test_what_is_late_reaches_the_router_late():
 
 
 def streams(world):
-    """The events by worker, which is all that is sure of their order."""
+    """Return the events by worker: only their order within a worker is fixed."""
     found = {}
     for entry in world.events:
         found.setdefault(entry.event.key, []).append(entry.event)
@@ -169,9 +167,7 @@ def streams(world):
 
 
 def shapes(world):
-    """What is left of them without names: those of blocks that are generated for hashes are drawn, also in a pass
-    that is lost.
-    """
+    """Return event kinds and block counts only: names of generated blocks are drawn, also in a pass that is lost."""
     return {
         key: [(type(event.data).__name__, len(event.data.block_hashes)) for event in events]
         for key, events in streams(world).items()
@@ -181,7 +177,7 @@ def shapes(world):
 @pytest.mark.parametrize("happens", [None, "restart", "crash"])
 @pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
-def test_what_was_recorded_makes_the_same_events(backend, seed, happens):
+def test_replaying_the_recording_makes_the_same_events(backend, seed, happens):
     world = harness(backend, name=str(seed))
     fleet = world.fleet(LeastLoaded() if seed % 2 else None, concurrency=seed % 4 or None)
     if happens is not None:
@@ -197,7 +193,7 @@ def test_what_was_recorded_makes_the_same_events(backend, seed, happens):
     assert look(world) == look(again)
 
 
-def test_workers_may_differ_in_backend():
+def test_workers_of_a_fleet_may_differ_in_backend():
     with harness() as world:
         fleet = world.fleet(workers=4, backends=["lineage", "lru"])
         assert list(fleet.engines) == [3, 4, 5, 6]
@@ -205,7 +201,7 @@ def test_workers_may_differ_in_backend():
         assert len(fleet.run(trace()).completed) == 40
 
 
-def test_ranks_are_workers_by_pairs():
+def test_ranks_are_workers_named_by_pairs():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "lineage")
     report = world.fleet().run(trace())
     assert {(0, 0), (0, 1), (1, 0), (1, 1)} >= {pick.worker for pick in report.picks}
@@ -213,7 +209,7 @@ def test_ranks_are_workers_by_pairs():
 
 
 @pytest.mark.parametrize("happen", ["crash", "restart", "leave", "join"])
-def test_incidents_of_workers_with_ranks_are_no_problem(happen):
+def test_incidents_of_workers_with_ranks_cause_no_problem(happen):
     with RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "lineage") as world:
         fleet = world.fleet()
         getattr(fleet.at(100), happen)(*([] if happen == "join" else [1]))
@@ -238,12 +234,12 @@ def test_workers_with_ranks_may_differ_in_backend():
     ],
     ids=["backends", "workers", "name", "delay", "class"],
 )
-def test_bad_input_is_refused(options, error, text):
+def test_a_fleet_refuses_bad_options(options, error, text):
     with pytest.raises(error, match=text):
         harness().fleet(**options)
 
 
-def test_a_broken_run_gives_the_harness_back():
+def test_a_run_that_fails_releases_the_harness():
     class Broken(RoundRobin):
         def finished(self, request):
             raise ZeroDivisionError
@@ -255,7 +251,7 @@ def test_a_broken_run_gives_the_harness_back():
     assert world.judge().errors == []
 
 
-def test_a_fleet_of_a_harness_makes_who_joins():
+def test_a_fleet_of_a_harness_makes_the_engine_of_a_joining_worker():
     world = harness()
     with pytest.raises(TypeError, match="makes the engine itself; leave engine out"):
         world.fleet().at(5).join(engine=MockEngine())

@@ -1,4 +1,4 @@
-"""A fleet of P/D pairs over the workers of a harness: its verdict, an index of each role, ranks, what is refused."""
+"""A fleet of P/D pairs over the workers of a harness: verdict, an index per role, ranks, refused options."""
 
 from collections import Counter
 
@@ -45,7 +45,7 @@ def rules(kv):
 
 @each_parameter
 @pytest.mark.parametrize("hand_over", ["vllm", "vllm-mooncake", "sglang"])
-def test_a_right_router_of_pairs_passes_the_verdict(hand_over):
+def test_a_right_router_of_pairs_has_no_problem(hand_over):
     backend = "sglang" if hand_over == "sglang" else "vllm"
     of_decode = {**CACHES, "workers": 2} if backend == "sglang" else {"hand_over": hand_over, "workers": 2}
     kv = harness({"prefill": {"hand_over": hand_over, "workers": 2}, "decode": of_decode}, backend)
@@ -55,7 +55,7 @@ def test_a_right_router_of_pairs_passes_the_verdict(hand_over):
     assert rules(kv) == {}
 
 
-def test_a_wrong_load_says_at_which_pick_it_showed():
+def test_a_wrong_load_names_the_pick_at_which_it_was_found():
     class NeverEnds(RightRouter):
         def finished(self, request):
             if request.phase == "prefill":
@@ -70,7 +70,7 @@ def test_a_wrong_load_says_at_which_pick_it_showed():
     assert ", decode) at " in problem.observed
 
 
-def test_a_client_that_leaves_an_engine_that_frees_too_early_is_an_error(monkeypatch):
+def test_an_engine_that_frees_too_early_after_an_abort_overwrites_blocks(monkeypatch):
     # sglang 24527: blocks are used again while the prefill engine still writes into them.
     end = VllmSide.end
 
@@ -98,7 +98,7 @@ def test_a_client_that_leaves_an_engine_that_frees_too_early_is_an_error(monkeyp
 # ------------------------------------------------------------------------------------------- an index of each role
 
 
-def test_each_role_may_have_an_index_of_its_own():
+def test_each_role_may_have_its_own_index():
     index = by_role()
     kv = harness(index=index)
     fleet = kv.fleet(right(kv))
@@ -141,7 +141,7 @@ def test_a_role_may_have_ranks():
     assert rules(kv) == {}
 
 
-def test_ranks_by_hand_share_their_rooms():
+def test_a_prefill_rank_chooses_a_room_that_maps_back_to_it():
     kv = harness({"prefill": {**SGLANG, "dp_size": 2}, "decode": CACHES}, "sglang")
     _, p = kv.role("prefill")
     (d,) = kv.role("decode")
@@ -185,7 +185,7 @@ def test_a_worker_joins_a_role(dp_size):
         ({"order": "both"}, ValueError, "unknown order 'both'"),
     ],
 )
-def test_a_fleet_that_cannot_be_is_refused_and_makes_no_worker(options, error, why):
+def test_a_fleet_with_bad_options_is_refused_and_makes_no_worker(options, error, why):
     kv = harness()
     with pytest.raises(error, match=why):
         kv.fleet(**options)
@@ -203,7 +203,7 @@ def test_a_fleet_that_cannot_be_is_refused_and_makes_no_worker(options, error, w
         ),
     ],
 )
-def test_roles_that_are_no_pairs_make_no_fleet(roles, why):
+def test_a_fleet_is_refused_over_roles_that_are_no_pairs(roles, why):
     with pytest.raises(ValueError, match=why):
         harness(roles).fleet()
 
@@ -229,7 +229,7 @@ def test_indexes_and_roles_that_cannot_be_are_refused(roles, index, error, why):
         harness(roles, index=index)
 
 
-def test_a_join_needs_a_role():
+def test_a_join_of_a_pair_fleet_needs_a_role():
     kv = harness()
     fleet = kv.fleet(right(kv))
     with pytest.raises(ValueError, match="needs role='prefill' or 'decode'"):
@@ -239,7 +239,7 @@ def test_a_join_needs_a_role():
 
 
 @worth_its_time
-def test_the_fixtures_of_fleets_put_a_router_before_the_roles_of_a_test(pytester):
+def test_fleet_fixtures_accept_a_router_over_the_roles_of_a_test(pytester):
     pytester.makepyfile(
         """
         import pytest

@@ -1,4 +1,4 @@
-"""The report of a fleet in a harness: errors of events, true caches behind faults and late events, and a record."""
+"""Reports of a fleet in a harness: event errors, true caches in spite of faults and late events, and records."""
 
 from random import Random
 
@@ -20,20 +20,20 @@ def harness(backend="lineage", **options):
 
 
 class Deaf(RadixIndex):
-    """An index that hears nothing."""
+    """An index that ignores every event."""
 
     def apply(self, event):
         pass
 
 
-def test_a_right_world_has_no_event_errors():
+def test_a_report_of_a_right_world_has_no_event_errors():
     with harness() as world:
         report = world.fleet().run(trace())
         assert report.run.event_errors == []
         report.assert_no_event_errors()
 
 
-def test_what_is_wrong_with_events_and_index_is_said():
+def test_a_report_lists_errors_of_events_and_of_the_index():
     report = harness(index=Deaf()).fleet().run(trace())
     assert {problem.rule for problem in report.run.event_errors} == {"index_drift"}
     with pytest.raises(AssertionError, match=r"errors of events: \d+\n<index_drift: worker"):
@@ -42,7 +42,7 @@ def test_what_is_wrong_with_events_and_index_is_said():
     assert len(report.run.event_errors) == report.to_json()["fleet"]["event_errors"]
 
 
-def test_what_was_wrong_before_a_run_or_by_a_fault_does_not_count():
+def test_errors_before_the_run_and_from_injected_faults_do_not_count():
     world = harness()
     world.faults.lose(1, kind="stored")
     fleet = world.fleet()
@@ -54,7 +54,7 @@ def test_what_was_wrong_before_a_run_or_by_a_fault_does_not_count():
 @pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang", "vllm_gpt_oss", "vllm_qwen3_next"])
 def test_a_right_router_has_no_regret_in_a_harness(backend):
     world = harness(backend)
-    for each in trace()[:5]:  # what was held before the fleet was there is known too
+    for each in trace()[:5]:  # blocks held before the fleet existed are known too
         world.worker(1).serve(each.prompt(4))
     fleet = world.fleet(DynamoRouter(rng=Random(1)), record=True)
     fleet.at(100).join()
@@ -64,14 +64,14 @@ def test_a_right_router_has_no_regret_in_a_harness(backend):
     assert report.picks[0].best_overlap > 0
 
 
-def test_lost_events_are_regret():
+def test_lost_events_cause_regret():
     world = harness()
     world.faults.at_random({"lose": 0.5})
     report = world.fleet(DynamoRouter(rng=Random(1)), record=True).run(trace(120))
     assert report.regret(DynamoRouter()).share > 0
 
 
-def test_ranks_have_rows_of_their_own():
+def test_each_rank_has_its_own_row():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2, dp_size=2), "vllm")
     report = world.fleet(DynamoRouter("1.6.1", rng=Random(1)), record=True).run(trace())
     assert report.workers == [(0, 0), (0, 1), (1, 0), (1, 1)]
@@ -79,7 +79,7 @@ def test_ranks_have_rows_of_their_own():
     report.assert_regret(DynamoRouter("1.6.1"))
 
 
-def test_prompts_that_differ_by_adapter_share_nothing_in_the_ideal():
+def test_prompts_with_different_adapters_share_no_prefix_in_the_ideal_hit_ratio():
     from pytest_kvmock.fleets import FleetRequest
 
     rows = [FleetRequest(Prompt(range(24), lora_name=name), 2, 100.0 * at) for at, name in enumerate("abab")]

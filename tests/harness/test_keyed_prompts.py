@@ -1,6 +1,4 @@
-"""Prompts that carry an adapter, a salt, multimodal items or a session: names, events, overlap and judgement by
-engine.
-"""
+"""Prompts with an adapter, a salt, multimodal items or a session: names, events, overlap and verdict by engine."""
 
 import asyncio
 import dataclasses
@@ -47,26 +45,24 @@ KEYS = (
 
 
 def stored_by(kv):
-    """The events that stored, as they arrived; of several caches those of the attention group, and whole blocks
-    alone.
-    """
+    """Return the Stored events as they arrived; of several caches the attention group's whole blocks only."""
     stored = [entry.event for entry in kv.events if isinstance(entry.event.event.data, Stored)]
     whole = [event for event in stored if all(len(ids) == kv.profile.block_size for ids in event.token_ids)]
     return [event for event in whole if is_attention_group(event.extra)]
 
 
 def beside(event):
-    """What travels beside an event, but for what says which cache it is of."""
+    """Return an event's extras without the keys that name its cache."""
     of_cache = {*group_extra(1, "", 1), "window_size", "cache_levels", "priorities", "silently_gone"}
     of_cache |= {"layer_group_id", "hash_algo"}
     return {name: value for name, value in (event.extra or {}).items() if name not in of_cache}
 
 
 def named_by(spec):
-    """What the blocks of an engine can be named by."""
+    """Return the keys by which an engine can name blocks."""
     if spec.name.startswith(("sglang", "trtllm")):
         return [keys for keys in KEYS if "multimodal" not in keys]
-    if spec.name == "vllm_0_19":  # it does not tell a salt from an adapter of that name
+    if spec.name == "vllm_0_19":  # it cannot distinguish a salt from an adapter of that name
         return [keys for keys in KEYS if keys != {"cache_salt": "a"}]
     return list(KEYS)
 
@@ -77,7 +73,7 @@ engines = pytest.mark.parametrize("spec", ENGINES, ids=lambda spec: spec.name)
 # ----------------------------------------------------------------------------------------------------- recordings
 
 
-def test_vllm_names_the_blocks_of_a_prompt_as_it_was_recorded(recording):
+def test_vllm_names_the_blocks_of_a_prompt_as_recorded(recording):
     carried = {
         "plain": {},
         "salt": {"cache_salt": "salt1"},
@@ -105,9 +101,9 @@ def test_vllm_names_the_blocks_of_a_prompt_as_it_was_recorded(recording):
     assert checked == 60
 
 
-def test_sglang_names_the_pages_of_a_salted_prompt_and_of_a_namespace_as_it_was_recorded():
-    """Scenarios `cache_salt` and `extra_key_plain_format`: in the plain format a namespace has the names of none,
-    and an adapter its own.
+def test_sglang_names_the_pages_of_a_salt_and_of_an_adapter_as_recorded():
+    """Scenarios `cache_salt` and `extra_key_plain_format`: in the plain format a namespace does not change the names,
+    and an adapter does.
     """
     with RouterHarness(EngineProfile(block_size=4), "sglang") as kv:
         worker = kv.worker(0)
@@ -122,14 +118,14 @@ def test_sglang_names_the_pages_of_a_salted_prompt_and_of_a_namespace_as_it_was_
     assert beside == [None, {"cache_salt": "s1"}, {"lora_name": "k1"}]
 
 
-def test_in_dynamos_format_sglang_tells_adapters_apart():
+def test_sglang_in_dynamos_format_names_the_blocks_of_each_adapter_differently():
     with RouterHarness(EngineProfile(block_size=4), BY_NAMESPACE) as kv:
         stored = [kv.worker(0).serve(Prompt(range(8), **keys)).stored_blocks for keys in named_by(BY_NAMESPACE)]
     assert 2 * len(stored) == len({block for blocks in stored for block in blocks})
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru", "mocker_sglang_1_6"])
-def test_dynamos_engines_name_blocks_as_its_router_asks_for_them(backend, recording):
+def test_dynamos_engines_name_blocks_as_its_router_looks_them_up(backend, recording):
     (case,) = (case for case in recording("dynamo_block_hashes.json") if case["name"] == "lora+ns")
     with RouterHarness(EngineProfile(block_size=4), backend) as kv:
         prompt = Prompt(case["tokens"], lora_name=case["lora_name"], cache_salt=case["cache_namespace"])
@@ -144,17 +140,17 @@ def test_dynamos_engines_name_blocks_as_its_router_asks_for_them(backend, record
 @engines
 @settings(max_examples=examples(15), deadline=None)
 @given(data=st.data())
-def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_worker_serves(spec, data):
+def test_prompts_share_blocks_only_with_equal_keys_and_overlap_is_what_the_worker_reuses(spec, data):
     carried = st.sampled_from(named_by(spec))
     asked = st.tuples(st.sampled_from("ab"), st.integers(1, 5), carried, st.integers(0, 6))
-    # What is evicted from the middle of a prompt is a matter of its own: there, everything has room.
+    # Eviction from the middle of a prompt is tested elsewhere: here everything fits.
     num_blocks = 24 if spec.prefix_closed else 200
     with RouterHarness(sized(EngineProfile(block_size=4, num_blocks=num_blocks), spec), spec) as kv:
         worker, names, size = kv.worker(0), {}, kv.profile.block_size
         for letter, blocks, keys, output in data.draw(st.lists(asked, min_size=1, max_size=12)):
             tokens = [*range(3 * size), *[ord(letter)] * (size * blocks)]
             prompt = Prompt([*tokens, *[7] * spec.traits.looks_ahead], **keys)
-            # One token more, which is computed anyway: so whole blocks are all there is to share.
+            # One more token, which is computed in any case: so only whole blocks can be shared.
             longer = prompt.followed_by([7])
             promised, usable = kv.overlap(longer).get(0, 0) * size, worker.cached_tokens(longer)
             assert promised == usable or (spec.traits.promises_more and promised > usable)
@@ -170,7 +166,7 @@ def test_prompts_share_blocks_where_they_carry_the_same_and_overlap_is_what_the_
 
 
 @engines
-def test_a_session_is_in_no_name(spec):
+def test_a_session_id_is_in_no_block_name(spec):
     size = block_size_of(spec, 4)
     with RouterHarness(EngineProfile(block_size=size, num_blocks=512), spec) as kv:
         worker, longer = kv.worker(0), range(3 * size + 1 + spec.traits.looks_ahead)
@@ -187,7 +183,7 @@ def test_a_session_is_in_no_name(spec):
         assert {"lookahead_token_ids", "tokens_per_block"} >= beside(stored_by(kv)[-1]).keys()
 
 
-def test_a_prompt_after_another_carries_what_that_does(make_kv):
+def test_a_prompt_after_another_inherits_its_keys(make_kv):
     kv = make_kv()
     first = kv.prompt(2, lora_name="a", session_id="x")
     second = kv.prompt(1, after=first, session_id="y")
@@ -197,7 +193,7 @@ def test_a_prompt_after_another_carries_what_that_does(make_kv):
     assert kv.overlap(second.tokens) == {}
 
 
-def test_sglangs_plain_names_tell_adapters_apart_too():
+def test_sglangs_plain_names_distinguish_adapters_too():
     """0.5.23 names the pages of adapters by them in both formats (`KVCacheEventRecorder._namespace_seed`)."""
     with RouterHarness(EngineProfile(block_size=4), "sglang") as kv:
         worker = kv.worker(0)
@@ -210,8 +206,8 @@ def test_sglangs_plain_names_tell_adapters_apart_too():
     assert first.tokens_hashes != second.tokens_hashes
 
 
-def test_vllm_0_19_takes_a_salt_for_an_adapter_of_that_name_and_later_ones_do_not():
-    """Its keys are not tagged, so both are hashed as ("a",) in the first block; a known fault of the original."""
+def test_vllm_0_19_takes_a_salt_for_an_adapter_of_that_name_and_vllm_0_33_does_not():
+    """0.19 does not tag its keys, so both are hashed as ("a",) in the first block; a known fault of the original."""
     for backend, cached in (("vllm_0_19", 4), ("vllm", 0)):
         with RouterHarness(EngineProfile(block_size=4), backend) as kv:
             kv.worker(0).serve(Prompt(range(13), lora_name="a"))
@@ -222,14 +218,14 @@ def test_vllm_0_19_takes_a_salt_for_an_adapter_of_that_name_and_later_ones_do_no
 
 
 @engines
-def test_every_stored_travels_with_what_its_request_carries(spec):
+def test_every_stored_has_the_keys_of_its_request(spec):
     size = block_size_of(spec, 4)
     with RouterHarness(EngineProfile(block_size=size, num_blocks=2048), spec) as kv:
-        length = 4 * size - (spec.traits.stores_when != "never")  # where output is stored, it fills the last block
+        length = 4 * size - (spec.traits.stores_when != "never")  # stored output fills the last block
         prompts = [Prompt(range(length), session_id="x", **keys) for keys in named_by(spec)]
         for prompt in prompts:
             seen = len(stored_by(kv))
-            kv.worker(0).serve(prompt, 6)  # may complete a block that the prompt began, with its items
+            kv.worker(0).serve(prompt, 6)  # may complete a block of the prompt, with its items
             stored = stored_by(kv)[seen:]
             windows = [windows_of(event.token_ids, event.extra.get("lookahead_token_ids")) for event in stored]
             tokens = [token for rows, _ in windows for ids in rows for token in ids[:size]]
@@ -248,7 +244,7 @@ def test_every_stored_travels_with_what_its_request_carries(spec):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
-def test_an_engine_in_time_names_and_publishes_alike(backend):
+def test_an_engine_in_virtual_time_names_and_publishes_keyed_blocks(backend):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=32), backend) as kv:
         engine = kv.engine(0)
         for name in ("a", "b", "a"):
@@ -259,7 +255,7 @@ def test_an_engine_in_time_names_and_publishes_alike(backend):
         assert kv.overlap(Prompt(range(13), lora_name="c")) == {}
 
 
-def test_what_goes_to_the_host_travels_with_it_too():
+def test_events_of_the_host_have_the_keys_too():
     spec = BACKENDS["lineage"].variant("with_host", tiers={"host": 16})
     with RouterHarness(EngineProfile(block_size=4, num_blocks=4), spec) as kv:
         worker = kv.worker(0)
@@ -292,7 +288,7 @@ class _Any(_Old):
 
 
 @pytest.mark.parametrize("before", [False, True])
-def test_a_sink_is_given_what_it_takes(before):
+def test_a_sink_receives_extra_if_its_signature_has_it(before):
     sinks = [_Old(), _New(), _Any(), CapturingSink()]
     with RouterHarness(EngineProfile(block_size=4), "lineage") as kv:
         for sink in sinks:
@@ -303,7 +299,7 @@ def test_a_sink_is_given_what_it_takes(before):
     assert [{"session_id": "x"}] == new.got == any_.got == [event.extra for event in capturing.router_events]
 
 
-def test_a_worker_without_a_harness_publishes_it_too():
+def test_a_worker_without_a_harness_publishes_the_keys_too():
     sink = CapturingSink()
     spec = BACKENDS["lru"]
     worker = KvWorker(lambda to: spec.make(num_blocks=8, block_size=4, dp_rank=0, sink=to), sink=sink)
@@ -320,7 +316,7 @@ def test_a_worker_without_a_harness_publishes_it_too():
 
 
 @pytest.mark.parametrize("name", PROMPT_KEYS[:3])
-def test_an_engine_that_has_no_such_key_refuses_it_and_nothing_has_changed(name):
+def test_an_engine_without_a_key_refuses_it_and_changes_nothing(name):
     prompt = Prompt(range(8), **{name: [IMAGE] if name == "multimodal" else "a"})
     refused = f"^backend 'hash_cache' names no blocks by {name}; it names them by tokens alone$"
     with RouterHarness(EngineProfile(block_size=4), "hash_cache") as kv:
@@ -332,13 +328,13 @@ def test_an_engine_that_has_no_such_key_refuses_it_and_nothing_has_changed(name)
         worker.serve(Prompt(range(8), session_id="x"))
 
 
-def test_sglang_has_multimodal_items_in_its_tokens():
+def test_sglang_refuses_multimodal_items_as_a_key():
     refused = "^backend 'sglang' names no blocks by multimodal; it names them by tokens and lora_name, cache_salt$"
     with RouterHarness(EngineProfile(block_size=4), "sglang") as kv, pytest.raises(ValueError, match=refused):
         kv.worker(0).serve(Prompt(range(8), multimodal=[IMAGE]))
 
 
-def test_paths_of_adapters_are_checked():
+def test_lora_paths_must_be_a_mapping():
     with pytest.raises(ValueError, match=r"^lora_paths must be a mapping of adapter names to paths, got 'a'"):
         BACKENDS["vllm"].variant("wrong", lora_paths="a")
 
@@ -353,7 +349,7 @@ def _stored(local, extra):
     )
 
 
-def test_local_hashes_are_judged_by_what_travels_beside_the_tokens(make_kv):
+def test_local_hashes_are_checked_with_the_extras_of_the_event(make_kv):
     right = block_hashes(range(8), 4, lora_name="a", mm_hashes=[[0xDEADBEEF], None])
     extra = {"lora_name": "a", "extra_keys": [("a", (IMAGE[0], 1)), ("a",)]}
     kv = make_kv()
@@ -366,7 +362,7 @@ def test_local_hashes_are_judged_by_what_travels_beside_the_tokens(make_kv):
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_an_engine_that_forgets_the_salt_in_its_names_is_found(backend):
+def test_an_engine_that_omits_the_salt_in_its_names_is_found(backend):
     spec = BACKENDS[backend]
 
     def make(**options):
@@ -383,7 +379,7 @@ def test_an_engine_that_forgets_the_salt_in_its_names_is_found(backend):
 
 
 class _Forgetful:
-    """A hasher that is the same whatever the request carries."""
+    """A hasher that ignores the keys of a request."""
 
     def __init__(self, hasher):
         self._hasher = hasher
@@ -399,7 +395,7 @@ class _Forgetful:
 
 
 class ByTokens:
-    """An index of one worker that hashes tokens its own way, with what travels beside them."""
+    """An index of one worker that hashes tokens and the extras next to them in its own way."""
 
     def __init__(self):
         self.held, self.named = {}, {}
@@ -447,7 +443,7 @@ class AByTokens(ByTokens):
         return super().match_tokens(tokens, extra)
 
 
-def test_an_index_by_tokens_is_asked_with_what_the_prompt_carries():
+def test_an_index_by_tokens_is_queried_with_the_keys_of_the_prompt():
     with RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", ByTokens()) as kv:
         for keys in KEYS:
             prompt = Prompt(range(13), **keys)
@@ -457,7 +453,7 @@ def test_an_index_by_tokens_is_asked_with_what_the_prompt_carries():
     assert kv.events.problems == []
 
 
-def test_an_async_index_is_asked_likewise():
+def test_an_async_index_by_tokens_is_queried_with_the_keys_of_the_prompt():
     async def main():
         with RouterHarness(EngineProfile(block_size=4), "lineage", AByTokens()) as kv:
             kv.worker(0).serve(Prompt(range(8), lora_name="a"))
@@ -490,7 +486,7 @@ class AnyName(ByTokens):
 
 
 @pytest.mark.parametrize("kind", [ByPlace, ByName, WithoutADefault, AnyName])
-def test_an_index_that_takes_extra_is_given_it_always_as_it_takes_it(kind):
+def test_an_index_whose_signature_has_extra_always_receives_it(kind):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", kind()) as kv:
         for keys in KEYS:
             kv.worker(0).serve(Prompt(range(13), **keys), 8)
@@ -498,7 +494,7 @@ def test_an_index_that_takes_extra_is_given_it_always_as_it_takes_it(kind):
 
 
 class Recalls(ByTokens):
-    """Remembers what it was asked with."""
+    """Records the extras of its lookups."""
 
     def __init__(self):
         super().__init__()
@@ -510,7 +506,7 @@ class Recalls(ByTokens):
 
 
 @pytest.mark.parametrize("backend", ["sglang", "vllm", "lineage", "sglang_gpt_oss"])
-def test_a_look_up_has_the_keys_that_the_events_of_the_engine_have(backend):
+def test_a_lookup_has_the_same_keys_as_the_events_of_the_engine(backend):
     index, published = Recalls(), []
     prompt = Prompt([*range(40)], lora_name="a", cache_salt="b", session_id="c")
     with RouterHarness(EngineProfile(block_size=4, num_blocks=100), backend, index, sync="end") as kv:
@@ -525,7 +521,7 @@ def test_a_look_up_has_the_keys_that_the_events_of_the_engine_have(backend):
     assert None in index.extras
 
 
-def test_workers_of_two_forms_are_asked_for_with_all_that_either_has():
+def test_with_two_engines_a_lookup_has_the_keys_of_both():
     index, prompt = Recalls(), Prompt([*range(8)], lora_name="a")
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), "sglang", index, sync="end")
     kv.overlap(prompt)
@@ -534,7 +530,7 @@ def test_workers_of_two_forms_are_asked_for_with_all_that_either_has():
     assert [{*extra} for extra in index.extras] == [{"lora_name"}, {"lora_name", "extra_keys"}]
 
 
-def test_an_index_that_reads_the_keys_of_vllm_alone_is_found_over_sglang():
+def test_an_index_that_reads_only_vllms_keys_drifts_over_sglang():
     class OfVllm(ByTokens):
         def match_tokens(self, tokens, extra):
             keys = (extra or {}).get("extra_keys")
@@ -546,7 +542,7 @@ def test_an_index_that_reads_the_keys_of_vllm_alone_is_found_over_sglang():
     assert [problem.rule for problem in kv.events.problems] == ["index_drift"]
 
 
-def test_an_index_by_tokens_alone_cannot_be_asked_for_an_adapter():
+def test_an_index_that_takes_only_tokens_cannot_be_queried_for_an_adapter():
     refused = (
         r"the index under test \(ByTokensAlone\) takes tokens alone, match_tokens\(tokens\), and this prompt has "
         r"lora_name: give it match_tokens\(tokens, extra\)"

@@ -1,4 +1,4 @@
-"""Workers of a harness over LMCache's server: chunks with a chain of their own, and a log that each worker reads."""
+"""Workers of a harness over LMCache's server: chunks with their own hash chain, and a log that each worker reads."""
 
 import sys
 
@@ -20,7 +20,7 @@ def harness_of(index=None, num_blocks=24, workers=3, **options):
 
 
 def served(worker, prompts=PROMPTS):
-    """Serve prompts, one after the other, and let what they compute be stored. Returns what each had cached."""
+    """Serve prompts one after the other, with time to store what they compute. Return what each had cached."""
     cached = []
     for prompt in prompts:
         cached.append(worker.serve(prompt).cached_tokens)
@@ -29,18 +29,18 @@ def served(worker, prompts=PROMPTS):
 
 
 def read(worker):
-    """Have an idle worker read the server's log."""
+    """Let an idle worker read the server's log."""
     worker.tick(worker.now + 1)
 
 
 def of_server(kv, worker_id):
-    """What a worker has published of the server."""
+    """Return the events that a worker has published about the server."""
     events = [entry.event for entry in kv.events if entry.event.worker_id == worker_id]
     return [event for event in events if event.storage_tier is HOST]
 
 
 def announced(kv, worker_id):
-    """The names that a worker has announced and not taken back."""
+    """Return the names that a worker has announced and not removed."""
     names = set()
     for event in of_server(kv, worker_id):
         data = event.event.data
@@ -60,7 +60,7 @@ def test_each_worker_of_the_server_announces_what_any_of_them_stored():
         assert kv.worker(2).serve(PROMPTS[0]).cached_tokens == 0
 
 
-def test_a_chunk_has_another_size_and_another_chain_than_the_blocks_of_the_same_stream():
+def test_chunks_differ_from_blocks_of_the_same_stream_in_size_and_hash_chain():
     with harness_of() as kv:
         served(kv.worker(0), PROMPTS[:1])
         events = of_server(kv, 0)
@@ -76,16 +76,16 @@ def names(entry):
     return entry.event.event.data.block_hashes
 
 
-def test_a_promise_begins_where_the_device_ends_and_has_whole_chunks():
+def test_a_promise_of_the_server_begins_where_the_device_ends_and_has_whole_chunks():
     with harness_of(num_blocks=32) as kv:
-        served(kv.worker(0))  # of the first prompt the device has lost all but some blocks
+        served(kv.worker(0))  # the device has lost all but some blocks of the first prompt
         on_device = kv.overlap(PROMPTS[1])[0]
         assert 0 < on_device < 20
         assert kv.overlap(PROMPTS[1], owner="server") == {0: 20 - on_device, 1: 20}
         assert kv.overlap(PROMPTS[1][:31], owner="server")[1] == 4  # the second chunk is not whole
 
 
-def test_what_the_server_drops_is_taken_back_by_each_as_it_reads():
+def test_each_worker_removes_dropped_chunks_when_it_reads_the_log():
     with harness_of() as kv:
         served(kv.worker(0))
         read(kv.worker(1))
@@ -93,20 +93,20 @@ def test_what_the_server_drops_is_taken_back_by_each_as_it_reads():
         read(kv.worker(0))
         assert len(announced(kv, 0)) == 10
         assert len(announced(kv, 1)) == 15
-        assert kv.overlap(PROMPTS[0], owner="server") == {0: 20, 1: 20}  # one still announces it, and neither is wrong
+        assert kv.overlap(PROMPTS[0], owner="server") == {0: 20, 1: 20}  # worker 1 still announces them
         read(kv.worker(1))
         assert kv.overlap(PROMPTS[0], owner="server") == {}
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
 
 
-def test_a_server_that_is_full_drops_its_oldest_chunks():
+def test_a_full_server_drops_its_oldest_chunks():
     with harness_of(capacity=6) as kv:
         served(kv.worker(0))
         assert len(kv.store("server").held) == 6
         assert len(announced(kv, 0)) == 6
 
 
-def test_a_restart_of_the_server_is_one_removed_of_all():
+def test_a_server_restart_is_one_removed_of_all_chunks():
     with harness_of() as kv:
         served(kv.worker(0))
         read(kv.worker(1))
@@ -121,7 +121,7 @@ def test_a_restart_of_the_server_is_one_removed_of_all():
         assert kv.overlap(PROMPTS[0], owner="server") == {0: 20, 1: 20}
 
 
-def test_after_a_loss_a_worker_takes_back_all_and_what_left_the_log_is_held_and_not_announced():
+def test_after_a_lost_log_a_worker_removes_all_its_chunks_although_the_server_holds_them():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.store("server").lose_events()
@@ -131,7 +131,7 @@ def test_after_a_loss_a_worker_takes_back_all_and_what_left_the_log_is_held_and_
         assert kv.reusable(PROMPTS[0], tier="host_pinned") == {0: 80, 1: 80}
 
 
-def test_a_first_contact_with_a_log_that_was_trimmed_is_no_loss():
+def test_a_first_contact_with_a_trimmed_log_is_no_loss():
     with harness_of(log=10) as kv:
         served(kv.worker(0))
         read(kv.worker(1))
@@ -139,7 +139,7 @@ def test_a_first_contact_with_a_log_that_was_trimmed_is_no_loss():
         assert len(announced(kv, 0)) == 15
 
 
-def test_a_worker_that_reads_too_late_has_lost_what_left_the_log():
+def test_a_worker_that_reads_after_the_log_was_trimmed_removes_all_and_starts_again():
     with harness_of(log=10) as kv:
         served(kv.worker(0), PROMPTS[:1])
         read(kv.worker(1))
@@ -150,7 +150,7 @@ def test_a_worker_that_reads_too_late_has_lost_what_left_the_log():
         assert kinds == [Stored] * 5 + [Removed] + [Stored] * 10
 
 
-def test_without_a_log_no_worker_announces_anything_and_all_load():
+def test_without_a_log_no_worker_announces_chunks_and_all_can_load_them():
     with harness_of(log=0) as kv:
         served(kv.worker(0))
         read(kv.worker(1))
@@ -158,29 +158,29 @@ def test_without_a_log_no_worker_announces_anything_and_all_load():
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 80
 
 
-def test_a_salt_keeps_chunks_apart_and_no_event_says_so():
+def test_a_salt_separates_chunks_and_no_event_shows_it():
     salted = [Prompt(PROMPTS[0], cache_salt=salt) for salt in "ab"]
     with harness_of(num_blocks=64) as kv:
         server = kv.store("server")
         served(kv.worker(0), salted)
         assert len(server.held) == 10
         assert len(announced(kv, 0)) == 5
-        assert kv.overlap(PROMPTS[0], owner="server") == {0: 20, 1: 20}  # none of them is without a salt
+        assert kv.overlap(PROMPTS[0], owner="server") == {0: 20, 1: 20}  # although each chunk has a salt
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
         assert kv.worker(1).serve(salted[0]).cached_tokens == 80
         server.evict([chunk for chunk in server.held if chunk.salt == "a"])
         read(kv.worker(0))
         read(kv.worker(1))
-        assert kv.overlap(PROMPTS[0], owner="server") == {}  # what salt b has is held, and not announced
+        assert kv.overlap(PROMPTS[0], owner="server") == {}  # the chunks of salt b are held and not announced
 
 
-def test_an_adapter_is_no_part_of_a_chunk():
+def test_an_adapter_is_not_part_of_a_chunk_name():
     with harness_of() as kv:
         served(kv.worker(0), [Prompt(PROMPTS[0], lora_name="a")])
         assert kv.worker(1).serve(Prompt(PROMPTS[0], lora_name="b")).cached_tokens == 80
 
 
-def test_generated_tokens_are_stored_as_they_complete_a_chunk():
+def test_generated_tokens_are_stored_when_they_complete_a_chunk():
     with harness_of(num_blocks=32) as kv:
         with kv.worker(0).prefill(PROMPTS[0]) as request:
             request.decode(14)
@@ -188,7 +188,7 @@ def test_generated_tokens_are_stored_as_they_complete_a_chunk():
         assert len(kv.store("server").held) == 6
 
 
-def test_what_goes_while_it_is_loaded_is_computed_from_there_on():
+def test_a_chunk_that_is_evicted_while_it_is_loaded_is_computed_with_all_later_ones():
     with harness_of() as kv:
         served(kv.worker(0))
         server, host = kv.store("server"), kv.worker(1)._driver.offload
@@ -203,18 +203,18 @@ def test_what_goes_while_it_is_loaded_is_computed_from_there_on():
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 32
 
 
-def test_a_worker_that_restarts_announces_what_the_log_has():
+def test_a_restarted_worker_announces_what_is_in_the_log():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.worker(0).restart(announced=True)
         before = len(of_server(kv, 0))
-        assert kv.overlap(PROMPTS[0], owner="server") == {1: 20}  # it is away until it publishes
+        assert kv.overlap(PROMPTS[0], owner="server") == {1: 20}  # worker 0 is missing until it publishes
         read(kv.worker(0))
         assert len(of_server(kv, 0)) == before + 15
         assert kv.overlap(PROMPTS[0], owner="server") == {0: 20, 1: 20}
 
 
-def test_what_a_worker_announced_that_has_left_is_there_until_another_takes_it_back():
+def test_chunks_of_a_removed_worker_stay_until_another_worker_removes_them():
     with harness_of() as kv:
         served(kv.worker(0))
         read(kv.worker(1))
@@ -225,7 +225,7 @@ def test_what_a_worker_announced_that_has_left_is_there_until_another_takes_it_b
         assert kv.overlap(PROMPTS[0], owner="server") == {}
 
 
-def test_an_engine_in_time_stores_and_loads():
+def test_an_engine_in_virtual_time_stores_and_loads_chunks():
     with harness_of() as kv:
         cached = []
         for worker_id in (0, 1):
@@ -243,12 +243,12 @@ def event(worker_id, number, data, tokens=None, tier=HOST):
     return RouterEvent(worker_id, KvCacheEvent(number, data), tier, tokens)
 
 
-def test_a_chunk_waits_for_the_size_of_a_block():
+def test_a_chunk_counts_once_the_block_size_is_known():
     index = RadixIndex(stores=STORES)
     index.apply(event(0, 0, Stored(None, (1,), (0,)), (tuple(CHUNK),)))
     query = Prompt([*CHUNK, *NEXT]).block_hashes(4)
     assert index.find_tiered(query) == {}
-    index.apply(event(2, 0, Stored(None, (7,), (8,)), ((1, 2, 3, 4),), Tier.DEVICE))  # it has no part in the server
+    index.apply(event(2, 0, Stored(None, (7,), (8,)), ((1, 2, 3, 4),), Tier.DEVICE))  # does not share the server
     assert HOST not in index.find_tiered(query)
     index.apply(event(0, 1, Stored(None, (7,), (8,)), ((1, 2, 3, 4),), Tier.DEVICE))
     assert index.find_tiered(query)[HOST] == {(0, 0): 4, (1, 0): 4}
@@ -261,7 +261,7 @@ def test_a_chunk_waits_for_the_size_of_a_block():
     assert index.find_tiered(query)[HOST] == {(0, 0): 4, (1, 0): 4}
 
 
-def test_of_an_event_with_an_odd_size_whole_blocks_count_and_one_without_tokens_says_nothing():
+def test_an_odd_sized_event_counts_by_whole_blocks_and_one_without_tokens_does_not_count():
     index = RadixIndex(stores=STORES)
     index.apply(event(0, 0, Stored(None, (7,), (8,)), ((1, 2, 3, 4),), Tier.DEVICE))
     index.apply(event(0, 1, Stored(None, (1,), (0,)), (tuple(range(100, 111)),)))
@@ -269,12 +269,12 @@ def test_of_an_event_with_an_odd_size_whole_blocks_count_and_one_without_tokens_
     assert index.find_tiered(Prompt(range(100, 116)).block_hashes(4))[HOST] == {(0, 0): 2, (1, 0): 2}
 
 
-def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused():
+def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused():
     with pytest.raises(ValueError, match="stores: a chunk of 18 tokens is no whole number of blocks of 4"):
         harness_of(chunk=18)
 
 
-def test_without_blake3_one_line_says_what_to_install(monkeypatch):
+def test_a_missing_blake3_is_reported_with_the_package_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "blake3", None)
     with pytest.raises(ImportError, match=r"names of LMCache's chunks need blake3: pip install .*\[lmcache\]"):
         harness_of()

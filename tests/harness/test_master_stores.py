@@ -1,4 +1,4 @@
-"""SGLang's workers over a storage at Mooncake's master: the stream is the master's own, and none of theirs."""
+"""SGLang's workers over a storage at Mooncake's master: only the master publishes what the storage holds."""
 
 import re
 import time
@@ -26,26 +26,26 @@ def harness_of(backend="sglang", tiers=None, **options):
 
 
 def served(worker, prompts=PROMPTS):
-    """Serve prompts, one after the other, and let what they compute be written."""
+    """Serve prompts one after the other, with time to write what they compute."""
     for prompt in prompts:
         worker.serve(prompt)
         worker.tick(worker.now + 2000)
 
 
 def hashes_of(tokens, extra_key=None, salt=None):
-    """The hashes of the pages of a prompt, as a router computes them."""
+    """Return the page hashes of a prompt, as a router computes them."""
     return [each.hex() for each in SglangHasher().digests(tokens, 4, 0, page_root(extra_key, salt))]
 
 
 def read_of(master, messages=None):
-    """What a router knows that has read a master's messages."""
+    """Return the pages known to a router that has read a master's messages."""
     pages = MasterPages(master.layout.keys)
     for message in master.messages if messages is None else messages:
         pages.take(message)
     return pages
 
 
-def test_the_master_says_what_the_workers_do_not():
+def test_the_master_publishes_stored_and_removed_objects_that_no_worker_publishes():
     with harness_of() as kv:
         master = kv.store("l3")
         before = kv.events.total
@@ -60,7 +60,7 @@ def test_the_master_says_what_the_workers_do_not():
         assert {event.event_type for event in master.messages[-1].events} == {"removed"}
 
 
-def test_pages_of_a_prompt_are_found_by_its_hashes():
+def test_pages_of_a_prompt_are_found_by_its_hashes_in_the_masters_stream():
     with harness_of() as kv:
         master = kv.store("l3")
         served(kv.worker(0))
@@ -71,18 +71,18 @@ def test_pages_of_a_prompt_are_found_by_its_hashes():
         assert event == MasterEvent("stored", f"org-model_{hashes_of(PROMPTS[0])[0]}_0_k", "default", "")
 
 
-def test_a_worker_of_the_store_fetches_what_another_wrote_and_one_without_does_not():
+def test_only_a_worker_that_shares_the_store_fetches_what_another_wrote():
     with harness_of() as kv:
         served(kv.worker(0))
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 32
         fetched = [entry.event for entry in kv.events if entry.event.worker_id == 1]
-        tiers = [event.storage_tier for event in fetched[1:]]  # it begins with a Cleared
-        assert tiers == [StorageTier.HOST_PINNED, StorageTier.DEVICE]  # a prefetch is told, and only that
+        tiers = [event.storage_tier for event in fetched[1:]]  # without the Cleared at its start
+        assert tiers == [StorageTier.HOST_PINNED, StorageTier.DEVICE]  # the prefetch is published, and nothing else
         assert kv.worker(2).serve(PROMPTS[0]).cached_tokens == 0
 
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang_eagle"])
-def test_an_adapter_and_a_salt_begin_the_chain_with_a_seed(backend):
+def test_an_adapter_or_a_salt_seeds_the_hash_chain_of_pages(backend):
     keyed = [Prompt(PROMPTS[0], lora_name="a"), Prompt(PROMPTS[0], cache_salt="s"), Prompt(PROMPTS[0])]
     with harness_of(backend) as kv:
         master = kv.store("l3")
@@ -98,7 +98,7 @@ def test_an_adapter_and_a_salt_begin_the_chain_with_a_seed(backend):
         assert read.hits(hashes_of(PROMPTS[0], None, "s")) == [*range(PAGES)]
 
 
-def test_a_page_is_there_if_all_its_objects_are_and_what_is_behind_a_hole_cannot_be_loaded():
+def test_a_page_needs_all_its_objects_and_pages_behind_a_hole_cannot_be_loaded():
     with harness_of(tp=2) as kv:
         master, pages = kv.store("l3"), hashes_of(PROMPTS[0])
         served(kv.worker(0), PROMPTS[:1])
@@ -111,7 +111,7 @@ def test_a_page_is_there_if_all_its_objects_are_and_what_is_behind_a_hole_cannot
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
 
 
-def test_a_master_that_is_full_evicts_the_oldest_objects_and_says_so():
+def test_a_full_master_evicts_the_oldest_objects_and_publishes_it():
     with harness_of(capacity=2 * PAGES) as kv:
         master = kv.store("l3")
         served(kv.worker(0))
@@ -121,7 +121,7 @@ def test_a_master_that_is_full_evicts_the_oldest_objects_and_says_so():
         assert read.hits(hashes_of(PROMPTS[0])) == []
 
 
-def test_a_gap_clears_all_and_the_same_number_twice_is_ignored():
+def test_a_gap_in_the_numbers_clears_all_pages_and_a_repeated_number_is_ignored():
     with harness_of() as kv:
         master = kv.store("l3")
         served(kv.worker(0), PROMPTS[:2])
@@ -131,17 +131,17 @@ def test_a_gap_clears_all_and_the_same_number_twice_is_ignored():
         served(kv.worker(0), PROMPTS[2:])
         read.take(master.messages[-1])
         assert read.gaps == 1
-        assert read.hits(hashes_of(PROMPTS[0])) == []  # it is there, and no message says so again
+        assert read.hits(hashes_of(PROMPTS[0])) == []  # the master has it, and no message repeats it
         assert read.hits(hashes_of(PROMPTS[2])) == [*range(PAGES)]
 
 
-def test_a_master_that_restarts_has_nothing_and_its_numbers_begin_again():
+def test_a_restarted_master_is_empty_and_its_numbers_start_again():
     with harness_of() as kv:
         master = kv.store("l3")
         served(kv.worker(0), PROMPTS[:2])
         read = read_of(master)
         master.restart()
-        assert len(read.objects) == 4 * PAGES  # it says so by nothing
+        assert len(read.objects) == 4 * PAGES  # no message reports the restart
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
         kv.worker(0).storage.fill(PROMPTS[2])
         assert master.messages[-1].number == 0
@@ -149,7 +149,7 @@ def test_a_master_that_restarts_has_nothing_and_its_numbers_begin_again():
         assert read.objects == {*master.objects}
 
 
-def test_a_page_of_which_one_object_is_gone_is_put_again_without_the_others():
+def test_a_page_with_one_missing_object_is_completed_without_the_others():
     with harness_of() as kv:
         master = kv.store("l3")
         kv.worker(0).storage.fill(PROMPTS[0])
@@ -159,7 +159,7 @@ def test_a_page_of_which_one_object_is_gone_is_put_again_without_the_others():
         assert read_of(master).hits(hashes_of(PROMPTS[0])) == [*range(PAGES)]
 
 
-def test_workers_that_differ_in_their_layout_have_no_hits():
+def test_workers_with_different_layouts_have_no_hits():
     with harness_of() as kv:
         master = kv.store("l3")
         served(kv.worker(0))
@@ -173,7 +173,7 @@ def test_workers_that_differ_in_their_layout_have_no_hits():
         assert read.objects == set()
 
 
-def test_another_tenant_is_ignored_and_too_many_objects_clear_all(monkeypatch):
+def test_another_tenant_is_ignored_and_too_many_objects_clear_all_pages(monkeypatch):
     read = MasterPages(lambda page: [page])
     read.take(MasterMessage(0, 0, (MasterEvent("stored", "a", "other"), MasterEvent("stored", "b"))))
     assert read.objects == {"b"}
@@ -182,13 +182,13 @@ def test_another_tenant_is_ignored_and_too_many_objects_clear_all(monkeypatch):
     assert read.objects == set()
 
 
-def test_the_stream_has_a_socket_of_its_own():
+def test_the_masters_stream_has_its_own_socket():
     with harness_of() as kv, MasterPublisher("tcp") as publisher, MasterSubscriber(publisher.endpoint) as reader:
         master = kv.store("l3")
         master.listeners.append(publisher.publish)
         until = time.monotonic() + 5
         got = []
-        while not got and time.monotonic() < until:  # until the subscription has arrived
+        while not got and time.monotonic() < until:  # until the subscription is active
             master.skip(0)
             kv.worker(0).storage.fill(PROMPTS[0])
             got = [*reader.read(0.02)]
@@ -197,25 +197,25 @@ def test_the_stream_has_a_socket_of_its_own():
         publisher.close()
 
 
-def test_a_server_publishes_what_the_master_says():
+def test_a_server_publishes_the_masters_messages():
     with harness_of() as kv, KvServer(kv, "sglang-0.5.23", ports={"master": 0}) as server:
         with MasterSubscriber(server.inside.ready_line()["master"]) as reader:
             until = time.monotonic() + 5
             got = []
-            while not got and time.monotonic() < until:  # until the subscription has arrived
+            while not got and time.monotonic() < until:  # until the subscription is active
                 kv.worker(0).storage.fill(PROMPTS[0])
                 got = [*reader.read(0.02)]
                 kv.worker(0).storage.lose(PROMPTS[0])
         assert got[0] in kv.store("l3").messages
 
 
-def test_a_server_without_a_master_has_no_stream_of_one():
+def test_a_server_without_a_master_store_refuses_a_master_port():
     text = "KvServer: ports['master'] is for one store of kind 'hicache'; the harness has no stores"
     with RouterHarness(backend="sglang") as kv, pytest.raises(ValueError, match=re.escape(text)):
         KvServer(kv, "sglang-0.5.23", ports={"master": 0})
 
 
-def test_a_message_is_three_frames():
+def test_a_master_message_is_three_frames():
     message = MasterMessage(258, 1500, (MasterEvent("removed", "key", "default", "g"),))
     frames = master_frames(message)
     assert frames[:2] == [b"", bytes(6) + b"\1\2"]
@@ -237,6 +237,6 @@ def test_a_message_is_three_frames():
         ({"tiers": {"storage": False}}, r"HiCache's third level is behind a host: .* 'storage': True"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(options, message):
+def test_a_wrong_master_store_is_refused_in_one_line(options, message):
     with pytest.raises(ValueError, match=message):
         harness_of(**options)

@@ -21,7 +21,7 @@ def harness_of(index=None, backend="vllm", num_blocks=8, **options):
 
 
 def served(worker, prompts=PROMPTS):
-    """Serve prompts, one after the other, and let what they compute be put. Returns what each had cached."""
+    """Serve prompts one after the other, with time to put what they compute. Return what each had cached."""
     cached = []
     for prompt in prompts:
         cached.append(worker.serve(prompt).cached_tokens)
@@ -30,12 +30,12 @@ def served(worker, prompts=PROMPTS):
 
 
 def announced(kv, worker_id):
-    """The names that a worker has announced of the store."""
+    """Return the names that a worker has announced for the store."""
     events = [entry.event for entry in kv.events if entry.event.worker_id == worker_id]
     return [event.event.data.block_hashes[0] for event in events if event.storage_tier is EXTERNAL]
 
 
-def test_a_worker_loads_what_another_has_put_and_its_stream_never_says_so():
+def test_a_worker_loads_what_another_has_put_and_does_not_announce_it():
     with harness_of() as kv:
         assert served(kv.worker(0)) == [0, 0, 0]
         assert kv.overlap(PROMPTS[0], owner="pool") == {0: 6, 1: 6}
@@ -45,7 +45,7 @@ def test_a_worker_loads_what_another_has_put_and_its_stream_never_says_so():
         assert announced(kv, 1) == []
 
 
-def test_an_event_of_the_store_has_tokens_parent_and_medium_and_nothing_else():
+def test_a_store_event_has_tokens_parent_and_medium_and_no_other_extras():
     with harness_of() as kv:
         served(kv.worker(0), [Prompt(PROMPTS[0], lora_name="a", cache_salt="s")])
         events = [entry.event for entry in kv.events]
@@ -66,7 +66,7 @@ def test_an_event_of_the_store_has_tokens_parent_and_medium_and_nothing_else():
         }
 
 
-def test_a_block_of_an_adapter_or_a_salt_is_not_promised_to_a_prompt_without():
+def test_blocks_with_a_salt_are_not_promised_to_a_prompt_without_one():
     with harness_of(num_blocks=16) as kv:
         served(kv.worker(0), [Prompt(PROMPTS[0], cache_salt="s")])
         assert kv.overlap(PROMPTS[0], owner="pool") == {}
@@ -74,7 +74,7 @@ def test_a_block_of_an_adapter_or_a_salt_is_not_promised_to_a_prompt_without():
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
 
 
-def test_what_is_known_of_a_salted_block_later_takes_the_place_of_what_its_store_said():
+def test_a_device_event_of_a_salted_block_corrects_what_its_store_event_implied():
     index = RadixIndex(stores={"pool": {"kind": "mooncake", "workers": [0, 1]}})
     with harness_of() as kv:
         served(kv.worker(0), [Prompt(PROMPTS[0], cache_salt="s")])
@@ -87,7 +87,7 @@ def test_what_is_known_of_a_salted_block_later_takes_the_place_of_what_its_store
     assert EXTERNAL not in index.find_tiered(plain)
 
 
-def test_a_store_that_evicts_leaves_promises_that_are_stale_and_the_worker_computes_again():
+def test_an_eviction_leaves_a_stale_promise_and_the_worker_computes_again():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.store("pool").drop(16)
@@ -95,10 +95,10 @@ def test_a_store_that_evicts_leaves_promises_that_are_stale_and_the_worker_compu
         assert kv.reusable(PROMPTS[2], "external") == {}
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
         kv.worker(1).tick(40)
-        assert announced(kv, 1) == announced(kv, 0)[:6]  # put again, and announced again
+        assert announced(kv, 1) == announced(kv, 0)[:6]  # put again and announced again
 
 
-def test_what_goes_while_it_is_loaded_is_computed_from_there_on():
+def test_a_block_that_vanishes_while_it_is_loaded_is_computed_and_put_again():
     with harness_of() as kv:
         served(kv.worker(0))
         store, gone = kv.store("pool"), announced(kv, 0)[3]
@@ -114,14 +114,14 @@ def test_what_goes_while_it_is_loaded_is_computed_from_there_on():
         assert announced(kv, 1) == [gone]
 
 
-def test_two_workers_that_put_a_prefix_at_once_may_both_say_nothing():
-    """Each rank's put is a transfer of its own; a block is announced by who has put all of its objects."""
+def test_two_workers_that_put_the_same_prefix_at_once_may_both_announce_nothing():
+    """Each rank's put is a transfer of its own; a worker announces a block only if it has put all its objects."""
     with harness_of(ranks=2, gbps=1.0, bytes_per_token=250_000) as kv:  # a block of a rank takes half a millisecond
         first, second = kv.worker(0), kv.worker(1)
         first.prefill(PROMPTS[0])
         second.prefill(PROMPTS[0])
-        first.tick(3.0)  # its first rank has put the six blocks
-        second.tick(10.0)  # finds these, and puts those of its second rank
+        first.tick(3.0)  # its first rank has put the six objects of its share
+        second.tick(10.0)  # finds these, and puts the objects of its second rank
         first.tick(10.0)
         assert len(kv.store("pool").objects) == 12
         assert announced(kv, 0) + announced(kv, 1) == []
@@ -132,14 +132,14 @@ def test_two_workers_that_put_a_prefix_at_once_may_both_say_nothing():
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 24
 
 
-def test_ranks_with_the_same_heads_put_a_share_of_the_blocks_each():
+def test_ranks_with_the_same_heads_each_put_a_share_of_the_blocks():
     with harness_of(ranks=4, heads=2) as kv:
         served(kv.worker(0), PROMPTS[:1])
         assert len(kv.store("pool").objects) == 12
         assert len(announced(kv, 0)) == 6
 
 
-def test_blocks_of_decode_are_put_where_that_is_asked_for():
+def test_blocks_of_decode_are_put_only_with_save_decode():
     for save_decode, count in ((False, 2), (True, 4)):
         with harness_of(save_decode=save_decode) as kv:
             with kv.worker(0).prefill(PROMPTS[0][:10]) as request:
@@ -148,15 +148,15 @@ def test_blocks_of_decode_are_put_where_that_is_asked_for():
             assert len(announced(kv, 0)) == count
 
 
-def test_a_block_is_as_long_as_its_context_parallel_ranks_make_it():
+def test_a_store_block_has_the_length_of_a_context_parallel_block():
     backend = backend_spec("vllm").variant("vllm_dcp", dcp=2)
     with harness_of(backend=backend, ranks=2, heads=1) as kv:
         served(kv.worker(0), PROMPTS[:1])
-        assert len(kv.store("pool").objects) == 12  # no two ranks hold the same
+        assert len(kv.store("pool").objects) == 12  # no two ranks hold the same tokens
         assert {len(entry.event.token_ids[0]) for entry in kv.events} == {4}
 
 
-def test_what_a_worker_has_put_survives_its_restart_and_its_removal():
+def test_blocks_in_the_store_survive_a_restart_and_a_removal_of_their_worker():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.worker(0).restart(announced=True)
@@ -165,7 +165,7 @@ def test_what_a_worker_has_put_survives_its_restart_and_its_removal():
         assert kv.overlap(PROMPTS[0], owner="pool") == {1: 6}
 
 
-def test_a_reset_leaves_the_store_and_one_with_external_empties_it_for_all():
+def test_a_reset_keeps_the_store_and_external_true_empties_it_for_all_workers():
     with harness_of() as kv:
         served(kv.worker(0))
         assert kv.worker(0).reset()
@@ -176,16 +176,16 @@ def test_a_reset_leaves_the_store_and_one_with_external_empties_it_for_all():
         assert kv.worker(1).serve(PROMPTS[1]).cached_tokens == 0
 
 
-def test_external_needs_something_below():
+def test_an_external_reset_is_refused_for_a_worker_without_a_store():
     with harness_of() as kv, pytest.raises(ValueError, match=r"reset: external=True .* has nothing there"):
         kv.worker(2).reset(external=True)
 
 
-def test_a_reset_with_requests_that_run_ends_the_engine():
+def test_a_reset_with_running_requests_ends_the_engine():
     with harness_of(num_blocks=16) as kv:
-        kv.store("pool").is_full = True  # so that it finds nothing when it is admitted again
+        kv.store("pool").is_full = True  # so that the request finds nothing when it is admitted again
         request = kv.worker(0).prefill(PROMPTS[0])
-        kv.worker(0).tick(20)  # its blocks are held for the put until then
+        kv.worker(0).tick(20)  # until then its blocks are held for the put
         assert kv.worker(0).reset(running=True)
         with pytest.raises(EngineDied) as error:
             request.resume()
@@ -198,7 +198,7 @@ def test_a_reset_with_requests_that_run_ends_the_engine():
         assert not kv.worker(0).publishes
 
 
-def test_a_request_that_a_reset_preempts_and_the_store_has_waits_for_ever():
+def test_a_request_preempted_by_a_reset_waits_for_ever_if_the_store_has_its_blocks():
     with harness_of(num_blocks=16) as kv:
         request = kv.worker(0).prefill(PROMPTS[0])
         kv.worker(0).tick(20)
@@ -209,7 +209,7 @@ def test_a_request_that_a_reset_preempts_and_the_store_has_waits_for_ever():
         request.finish()
 
 
-def test_a_request_that_is_preempted_without_a_reset_comes_back():
+def test_a_request_preempted_without_a_reset_resumes():
     with harness_of(num_blocks=16) as kv:
         with kv.worker(0).prefill(PROMPTS[0]) as request:
             request.preempt()
@@ -218,7 +218,7 @@ def test_a_request_that_is_preempted_without_a_reset_comes_back():
         assert len(kv.store("pool").objects) == 6
 
 
-def test_blocks_that_are_put_are_held_and_waited_for():
+def test_blocks_are_held_until_they_are_put_and_the_next_request_waits_for_them():
     with harness_of(gbps=1.0, bytes_per_token=250_000) as kv:
         kv.worker(0).serve(PROMPTS[0])
         assert kv.worker(0).manager.num_free_blocks == 1
@@ -226,7 +226,7 @@ def test_blocks_that_are_put_are_held_and_waited_for():
         assert kv.worker(0).now == 6.0
 
 
-def test_an_asynchronous_look_up_is_as_old_as_its_question():
+def test_an_async_store_lookup_may_be_stale_when_it_is_answered():
     with harness_of(lookup_async=True) as kv:
         served(kv.worker(0))
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 24
@@ -235,16 +235,16 @@ def test_an_asynchronous_look_up_is_as_old_as_its_question():
 
         def plan_late(step):
             if host.has_questions:
-                kv.store("pool").drop(18)  # after the question, before the answer
+                kv.store("pool").drop(18)  # between query and answer
             return plan(step)
 
         host.plan = plan_late
         kv.worker(1).tick(20)
-        assert kv.worker(1).serve(PROMPTS[1]).cached_tokens == 0  # it loads nothing of what it was promised
+        assert kv.worker(1).serve(PROMPTS[1]).cached_tokens == 0  # none of the promised blocks is loaded
 
 
 @pytest.mark.parametrize("lookup_async", [False, True])
-def test_an_engine_in_time_puts_and_loads(lookup_async):
+def test_an_engine_in_virtual_time_puts_and_loads_blocks(lookup_async):
     with harness_of(lookup_async=lookup_async) as kv:
         cached = []
         for worker_id in (0, 1):
@@ -267,7 +267,7 @@ def test_an_engine_in_time_puts_and_loads(lookup_async):
         ("lineage", {}, "stores: mooncake is below engines of vllm, and no other's"),
     ],
 )
-def test_what_is_wrong_is_said_in_one_line(backend, described, message):
+def test_a_wrong_mooncake_store_is_refused_in_one_line(backend, described, message):
     with pytest.raises(ValueError, match=message):
         harness_of(backend=backend, **described)
 
@@ -275,7 +275,7 @@ def test_what_is_wrong_is_said_in_one_line(backend, described, message):
 @each_parameter
 @pytest.mark.filterwarnings("error")
 @pytest.mark.parametrize(("kind", "tiers"), [("mooncake", None), ("files", {"host": 8, "files": True})])
-def test_engines_with_blocks_of_two_sizes_find_nothing_of_each_other_and_that_is_said_once(kind, tiers):
+def test_engines_with_two_block_sizes_share_nothing_in_a_store_and_are_warned_once(kind, tiers):
     stores = {"pool": {"kind": kind, "workers": [0, 1, 2]}}
     profile = EngineProfile(block_size=4, num_blocks=8, tiers=tiers)
     with RouterHarness(profile, "vllm", stores=stores, allow=["sparse_tokens"]) as kv:
@@ -286,14 +286,14 @@ def test_engines_with_blocks_of_two_sizes_find_nothing_of_each_other_and_that_is
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
 
 
-def test_a_host_and_mooncake_do_not_go_together():
+def test_a_host_tier_and_a_mooncake_store_exclude_each_other():
     profile = EngineProfile(workers=1, tiers={"host": 4})
     with pytest.raises(ValueError, match=r"stores\['pool'\]: mooncake is in the place of a host, .* leave tiers out"):
         RouterHarness(profile, "vllm", stores={"pool": {"kind": "mooncake", "workers": [0]}})
 
 
-def test_a_stream_of_mooncake_is_no_defect_and_no_host(tmp_path):
-    """A block that was dropped and put again is announced again; nothing but the medium tells it from the host's."""
+def test_a_mooncake_stream_breaks_no_rule_and_keeps_its_medium(tmp_path):
+    """A block that was dropped and put again is announced again; only the medium distinguishes it from the host's."""
     with harness_of() as kv:
         served(kv.worker(0))
         kv.store("pool").drop(18)

@@ -1,6 +1,4 @@
-"""A harness whose workers have vLLM's native offload: every event is right, whatever form it has, and whatever a
-prompt carries.
-"""
+"""Workers with vLLM's native offload: every event is right, in each form and with each key of a prompt."""
 
 import pytest
 from offload_traffic import HOST, PROMPTS, harness, overlaps, traffic
@@ -23,7 +21,7 @@ def host_events(kv, kind):
 
 
 @pytest.mark.parametrize("tiers", FORMS, ids=str)
-def test_what_events_say_is_what_the_host_holds(tiers):
+def test_events_of_the_host_describe_exactly_what_it_holds(tiers):
     kv = harness(tiers)
     worker = kv.worker(0)
     traffic(worker)
@@ -37,7 +35,7 @@ def test_what_events_say_is_what_the_host_holds(tiers):
 
 
 @pytest.mark.parametrize("tiers", FORMS, ids=str)
-def test_the_reference_answers_as_the_engine_would(tiers):
+def test_the_reference_returns_what_the_engine_would_reuse(tiers):
     kv = harness(tiers)
     worker = kv.worker(0)
     for _ in range(3):
@@ -52,7 +50,7 @@ def test_the_reference_answers_as_the_engine_would(tiers):
     "keys", [{"cache_salt": "x"}, {"lora_name": "a"}, {"session_id": "s"}, {"multimodal": [("ab", 2, 6)]}], ids=str
 )
 @pytest.mark.parametrize("described", [False, True])
-def test_prompts_may_carry_what_the_host_does_not_publish(keys, described):
+def test_prompts_may_have_keys_that_host_events_do_not_publish(keys, described):
     kv = harness({"self_describing": described})
     traffic(kv.worker(0), keys=keys)
     kv.assert_in_sync()
@@ -60,13 +58,13 @@ def test_prompts_may_carry_what_the_host_does_not_publish(keys, described):
     assert all("cache_salt" not in (each.extra or {}) for each in kv.events if each.storage_tier is HOST)
 
 
-def test_without_prefix_caching_nothing_is_stored():
+def test_without_prefix_caching_the_host_stores_nothing():
     kv = harness({}, prefix_caching=False)
     traffic(kv.worker(0))
     assert kv.worker(0).manager.resident(HOST) == []
 
 
-def test_engines_of_both_kinds_stand_beside_each_other():
+def test_native_offload_and_another_host_can_run_in_one_harness():
     kv = harness({}, workers=0)
     native, moved = kv.worker(0), kv.worker(1, backend="lineage")
     prompt = PROMPTS[0]
@@ -83,7 +81,7 @@ def test_engines_of_both_kinds_stand_beside_each_other():
     kv.assert_in_sync()
 
 
-def test_a_wrong_event_of_a_salted_block_on_the_host_is_found(monkeypatch):
+def test_a_wrong_host_event_of_a_salted_block_is_found(monkeypatch):
     noted = ChunkEvents.note
 
     def with_another_parent(self, tokens, end, key, *, again=True):

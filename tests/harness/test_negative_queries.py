@@ -1,4 +1,4 @@
-"""Look-ups that are no stored prefix: an index that finds them is told what was asked."""
+"""Lookups of chains that no worker stored: an index that finds one gets a report of what was looked up."""
 
 import pytest
 
@@ -8,7 +8,7 @@ PROMPT = tuple(range(1, 14))
 
 
 class ByContent:
-    """Knows blocks by their tokens alone, wherever they stand."""
+    """Finds blocks by their tokens at any position."""
 
     def __init__(self):
         self.held = {}
@@ -53,13 +53,13 @@ class FirstTokens(RadixIndex):
 
 
 class NextTokenLeftOut(FirstTokens):
-    """Reads the names of a draft model as plain ones."""
+    """Reads the block names of a draft model as plain ones."""
 
     def keyed(self, tokens):
         return tuple(block_hashes(tokens, 4))
 
 
-def test_a_name_that_covers_the_next_token_is_said_to():
+def test_a_drift_over_a_draft_model_mentions_the_next_token_that_names_cover():
     profile = EngineProfile(block_size=4, num_blocks=8)
     with pytest.raises(EventRulesBroken) as failed, RouterHarness(profile, "vllm_mtp", NextTokenLeftOut()) as kv:
         kv.worker(0).prefill([0, 1, 2, 3, *range(8)])
@@ -98,7 +98,7 @@ def test_a_name_that_covers_the_next_token_is_said_to():
         ),
     ],
 )
-def test_what_was_asked_is_said(index, pattern):
+def test_a_drift_describes_the_chain_that_was_looked_up(index, pattern):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), index=index())
     kv.worker(0).serve(PROMPT)
     blocks = [f"0x{block:016x}" for block in kv.events.stored[0].data.block_hashes]

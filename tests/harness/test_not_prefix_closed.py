@@ -25,7 +25,7 @@ FAULTS = {"wrong_hash", "evicted_and_restored"}
 
 
 class Scripted:
-    """Returns a given number of blocks for what begins with the chain; else the answer of the reference."""
+    """Returns a given number of blocks for prompts that begin with the chain, otherwise the reference's answer."""
 
     def __init__(self):
         self.tree, self.blocks, self.by_rank = RadixIndex(), None, True
@@ -42,14 +42,14 @@ class Scripted:
 
 
 def a_hole_that_is_filled(sink):
-    """The middle of a chain is removed and stored again; the reference has lost what comes after it."""
+    """Remove the middle of a chain and store it again; the reference has lost the blocks after it."""
     sink(Stored(None, CHAIN, LOCALS))
     sink(Removed(CHAIN[1:2]))
     sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
 
 
 def a_link_to_a_descendant(sink):
-    """The same, but the middle is stored under the block after it: a Use's anchor follows a hit (Dynamo 1.2.1)."""
+    """Do the same, but store the middle under the block after it: a Use's anchor follows a hit (Dynamo 1.2.1)."""
     sink(Stored(None, CHAIN, LOCALS))
     sink(Removed(CHAIN[1:2]))
     sink(Stored(CHAIN[2], CHAIN[1:2], LOCALS[1:2]))
@@ -59,7 +59,7 @@ def a_link_to_a_descendant(sink):
 @pytest.mark.parametrize(
     ("story", "least"), [(a_hole_that_is_filled, 2), (a_link_to_a_descendant, 1)], ids=["hole", "link"]
 )
-def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, story, least, by_rank):
+def test_an_answer_between_the_reference_and_the_held_blocks_is_right(make_kv, story, least, by_rank):
     index = Scripted()
     kv = make_kv(None, index)
     sink = kv.make_sink(prefix_closed=False)
@@ -77,7 +77,7 @@ def test_any_answer_between_the_reference_and_what_is_held_is_right(make_kv, sto
             kv.assert_in_sync()
 
 
-def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
+def test_over_a_prefix_closed_backend_only_the_answer_of_the_reference_is_right(make_kv):
     index = Scripted()
     kv = make_kv(None, index)
     sink = kv.make_sink()
@@ -88,7 +88,7 @@ def test_where_a_backend_is_prefix_closed_the_reference_alone_is_right(make_kv):
     assert (problem.rule, problem.expected) == ("index_drift", "2 blocks, as the reference index returned")
 
 
-def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_kv, rules_of):
+def test_a_chain_that_starts_inside_another_has_no_leading_blocks(make_kv, rules_of):
     class BeginsAnywhere(Scripted):
         def find_matches(self, hashes):
             return {self.worker_id: 2} if tuple(hashes) == LOCALS[1:] else super().find_matches(hashes)
@@ -98,18 +98,18 @@ def test_a_chain_that_only_begins_within_another_has_no_run_of_its_blocks(make_k
     assert rules_of(kv.judge().errors) == ["index_drift"]
 
 
-def test_an_index_that_raises_where_the_reference_does_is_not_at_fault(make_kv, rules_of):
+def test_an_index_that_raises_where_the_reference_raises_is_not_at_fault(make_kv, rules_of):
     kv = make_kv(None, RadixIndex())
     sink = kv.make_sink(prefix_closed=False)
     sink(Stored(None, CHAIN[:2], LOCALS[:2]))
     sink(Stored(99, (1, *CHAIN[:2]), (1, *LOCALS[:2])))  # refused by both, and applied by the ledger
-    sink(Removed(CHAIN[:2]))  # believed gone, and held
+    sink(Removed(CHAIN[:2]))  # the ledger takes them for removed, the indexes hold them
     sink(Stored(1, (2,), (2,)))  # the ledger holds 1, the indexes do not
     assert rules_of(kv.judge().errors) == ["parent_block_not_found"]
     assert [p for p in kv.events.problems if p.rule == "index_failure" and p.position == 3] == []
 
 
-def test_drift_of_a_block_that_is_held_though_it_was_removed_is_listed_there(make_kv):
+def test_drift_of_a_restored_block_is_listed_under_its_warning(make_kv):
     class KeepsWhatWasStoredAgain(RadixIndex):
         def apply(self, event):
             if not isinstance(event.event.data, Removed):
@@ -172,7 +172,7 @@ class Fleet:
 
 @settings(max_examples=examples(60))
 @given(ACTIONS, st.integers(2, 9), st.booleans())
-def test_random_traffic_over_multi_lru_has_no_error_and_only_faults_of_its_own(actions, num_blocks, plugged):
+def test_random_traffic_over_multi_lru_has_no_errors_and_only_its_known_warnings(actions, num_blocks, plugged):
     profile = EngineProfile(block_size=2, num_blocks=num_blocks)
     kv = RouterHarness(profile, "multi_lru", RadixIndex() if plugged else None)
     fleet = Fleet(kv, 2)
@@ -186,7 +186,7 @@ def test_random_traffic_over_multi_lru_has_no_error_and_only_faults_of_its_own(a
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
-def test_prompts_that_share_and_overlap_have_no_error_over_any_backend(make_kv, backend):
+def test_prompts_with_shared_prefixes_cause_no_error_over_any_backend(make_kv, backend):
     found = Counter()
     for seed in range(25):
         kv = make_kv(backend, RadixIndex(), seed=seed, num_blocks=20, workers=2)
@@ -202,9 +202,9 @@ def test_prompts_that_share_and_overlap_have_no_error_over_any_backend(make_kv, 
     assert set(found) <= (FAULTS if backend == "multi_lru" else set())
 
 
-def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
-    """The worked case of docs/fidelity.md: `b` is warm because it is reused while nobody holds it, and its parent
-    `a` is not.
+def test_the_smallest_use_evicts_a_block_and_stores_it_again(make_kv):
+    """The example of docs/fidelity.md: `b` is warm because it is reused while no request holds it, and its parent `a`
+    is not.
     """
     kv = make_kv("multi_lru", RadixIndex(), num_blocks=3)
     worker, a, c, d = kv.worker(0), kv.prompt(1), kv.prompt(1), kv.prompt(1)
@@ -225,17 +225,17 @@ def test_the_smallest_use_that_evicts_a_block_and_stores_it_again(make_kv):
     assert ("evicted_and_restored", (blocks[1],)) == (warning.rule, warning.blocks)
     assert [problem.rule for problem in warning.folded] == ["engine_drift"]
 
-    worker.serve(kv.prompt(1, after=a_b))  # below b, which the router does not have
+    worker.serve(kv.prompt(1, after=a_b))  # below b, which the router has removed
 
     assert [problem.rule for problem in warning.folded] == ["engine_drift", "parent_block_not_found"]
     assert kv.judge().errors == []
 
 
-def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(traces_dir):
-    """The request whose prompt evicts 24 blocks of itself: they are held, and the router has removed them.
+def test_a_use_that_evicts_its_own_blocks_and_stores_them_again_is_found_in_a_trace(traces_dir):
+    """The prompt of one request evicts 24 of its own blocks: they are held, but the router has removed them.
 
-    Its blocks are cached but for the root's side, and these stand in a colder queue than what came after them. The
-    blocks that are missing take their places, so that each of them is missing when it is its turn, and stored again.
+    Its blocks are cached except those near the root, and the cached ones are in a colder queue than later blocks. The
+    missing blocks evict them, so each of them is missing when its turn comes, and is stored again.
     """
     trace = traces_dir / "mooncake_conversation_trace.jsonl"
     kv = RouterHarness(EngineProfile(block_size=MOONCAKE_BLOCK_SIZE, num_blocks=32_000), "multi_lru")
@@ -257,7 +257,7 @@ def test_a_use_that_evicts_blocks_and_stores_them_again_is_found_in_a_trace(trac
     }
 
 
-def test_what_is_held_behind_a_hole_is_no_part_of_the_leading_run(make_kv):
+def test_blocks_behind_a_hole_do_not_count_as_leading_blocks(make_kv):
     index = Scripted()
     kv = make_kv(None, index)
     sink = kv.make_sink(prefix_closed=False)
@@ -265,6 +265,6 @@ def test_what_is_held_behind_a_hole_is_no_part_of_the_leading_run(make_kv):
     sink(Removed(CHAIN[1:2]))
     index.blocks = 1
     kv.assert_in_sync()
-    index.blocks = 2  # as many as are held
+    index.blocks = 2  # the number of held blocks
     with pytest.raises(EventRulesBroken, match="index_drift"):
         kv.assert_in_sync()

@@ -1,4 +1,4 @@
-"""Chains through a block that an engine left without its parent: what indexes may answer there, and who is to blame."""
+"""Chains through an orphan, a block without its parent: which answers are right, and what is blamed for a wrong one."""
 
 import pytest
 from hypothesis import given
@@ -24,11 +24,11 @@ def chain(*numbers, parent=None):
 
 
 ORPHAN = (chain(1, 2), Removed((1,)), chain(1))
-"""Block 2 is left without its parent, which comes back."""
+"""Block 2 loses its parent, which is stored again."""
 
 
 class Keeps:
-    """Holds what the events say, whatever becomes of a parent; finds it again when the parent is back."""
+    """Holds blocks even if their parent is removed; finds them again when the parent is stored again."""
 
     def __init__(self):
         self.held = {}
@@ -67,7 +67,7 @@ class Keeps:
 
 
 class DropsWhatIsBelow(Keeps):
-    """A removed block takes along all that stands under it; what follows for those is ignored."""
+    """Drops all blocks below a removed one and ignores later events about them."""
 
     def apply(self, event):
         data, held = event.event.data, self.held.setdefault((event.worker_id, event.event.dp_rank), {})
@@ -81,7 +81,7 @@ class DropsWhatIsBelow(Keeps):
 
 
 class RaisesForWhatItDropped(DropsWhatIsBelow):
-    """The same, and it raises at what it does not hold."""
+    """Drops them too, and raises on events that name a block that it does not hold."""
 
     def apply(self, event):
         data, held = event.event.data, self.held.setdefault((event.worker_id, event.event.dp_rank), {})
@@ -93,7 +93,7 @@ class RaisesForWhatItDropped(DropsWhatIsBelow):
 
 
 class Scripted(RadixIndex):
-    """Returns given answers for some chains, by rank or by worker, and else that of the reference."""
+    """Returns given answers for some chains, by rank or by worker, and otherwise the reference's answer."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ def rules(problems):
 
 
 @pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])
-def test_an_index_may_find_the_orphan_again_or_not(index):
+def test_an_index_may_find_an_orphan_again_or_not(index):
     kv = harness(index())
     publish(kv.make_sink(), *ORPHAN)
     verdict = kv.judge()
@@ -133,7 +133,7 @@ def test_an_index_may_find_the_orphan_again_or_not(index):
 
 
 @pytest.mark.parametrize("by_rank", [True, False], ids=["by rank", "by worker"])
-def test_what_is_right_goes_from_the_references_answer_to_what_is_held(by_rank):
+def test_answers_from_the_reference_up_to_the_held_blocks_are_right(by_rank):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -151,7 +151,7 @@ def test_what_is_right_goes_from_the_references_answer_to_what_is_held(by_rank):
             kv.assert_in_sync()
 
 
-def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
+def test_an_answer_outside_of_this_range_follows_from_the_orphan_warning():
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -182,7 +182,7 @@ def test_what_is_outside_of_it_is_listed_under_the_warning_and_says_why():
         pytest.param([chain(3, parent=2), Removed((2,)), chain(2, parent=1)], (1, 2, 3), 1, id="gone, and back"),
     ],
 )
-def test_until_the_rank_is_cleared_the_engine_is_to_blame(more, asked, wrong):
+def test_a_drift_on_a_chain_through_an_orphan_follows_from_it_until_a_cleared(more, asked, wrong):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -197,14 +197,14 @@ def test_until_the_rank_is_cleared_the_engine_is_to_blame(more, asked, wrong):
 @pytest.mark.parametrize(
     "more", [[chain(3, parent=2)], [chain(3, parent=2), chain(2, parent=1)], [Removed((2,)), chain(2, parent=1)]]
 )
-def test_a_right_index_has_no_drift_whatever_is_stored_below(index, more):
+def test_a_right_index_does_not_drift_when_blocks_are_stored_below_an_orphan(index, more):
     kv = harness(index())
     publish(kv.make_sink(), *ORPHAN, *more)
     kv.judge()
     assert {"orphaned_child", "duplicate_store"} >= set(rules(kv.events.problems))
 
 
-def test_of_two_orphans_the_first_on_the_chain_is_named():
+def test_a_drift_is_listed_under_the_first_orphan_of_its_chain():
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -224,7 +224,7 @@ def test_of_two_orphans_the_first_on_the_chain_is_named():
     [((5, 6), 1), ((1,), 0), ((2, 3), 1)],
     ids=["another chain", "before the orphan", "the orphan as a root"],
 )
-def test_chains_that_do_not_go_through_the_orphan_are_judged_as_ever(asked, answer):
+def test_a_drift_on_a_chain_without_an_orphan_is_an_error(asked, answer):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -235,7 +235,7 @@ def test_chains_that_do_not_go_through_the_orphan_are_judged_as_ever(asked, answ
 
 
 @pytest.mark.parametrize("more", [[], [Removed((2,))]], ids=["behind a hole", "gone"])
-def test_an_index_that_counts_more_than_is_held_has_no_excuse_where_nothing_is_open(more):
+def test_an_index_that_returns_more_than_is_held_is_an_error_if_nothing_was_restored(more):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -249,7 +249,7 @@ def test_an_index_that_counts_more_than_is_held_has_no_excuse_where_nothing_is_o
     ) == ("index_drift", (2,), "0 blocks, as the reference index returned")
 
 
-def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
+def test_an_index_that_ignores_the_removed_of_an_inner_block_drifts():
     class Ignores(Keeps):
         def drop(self, held, block):
             pass
@@ -261,7 +261,7 @@ def test_a_removed_of_an_inner_block_that_an_index_ignores_is_its_own_fault():
 
 
 @pytest.mark.parametrize("how", ["cleared", "removed"])
-def test_a_rank_that_begins_anew_is_judged_as_ever(how):
+def test_after_a_cleared_or_a_removal_orphans_no_longer_count(how):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -272,7 +272,7 @@ def test_a_rank_that_begins_anew_is_judged_as_ever(how):
     assert rules(kv.judge().errors) == ["index_drift"]
 
 
-def test_an_announced_restart_is_such_a_beginning():
+def test_after_an_announced_restart_orphans_no_longer_count():
     index = Scripted()
     kv = RouterHarness(index=index, sync="every")
     kv.apply([*ORPHAN])
@@ -282,7 +282,7 @@ def test_an_announced_restart_is_such_a_beginning():
     assert rules(kv.judge().errors) == ["index_drift"]
 
 
-def test_each_rank_and_each_worker_has_orphans_of_its_own():
+def test_each_rank_and_each_worker_has_its_own_orphans():
     index = Scripted()
     kv = harness(index)
     sink, other = kv.make_sink(), kv.make_sink()
@@ -300,7 +300,7 @@ def test_each_rank_and_each_worker_has_orphans_of_its_own():
 
 
 @pytest.mark.parametrize(("others", "answer"), [((), 3), ((0,), 1)], ids=["one rank", "two ranks"])
-def test_an_index_that_answers_by_worker_is_excused_by_the_orphan_of_any_rank(others, answer):
+def test_a_drift_of_an_index_by_worker_follows_from_an_orphan_of_any_rank(others, answer):
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -313,7 +313,7 @@ def test_an_index_that_answers_by_worker_is_excused_by_the_orphan_of_any_rank(ot
     assert (verdict.errors, [rules(warning.folded) for warning in verdict.warnings]) == ([], [["index_drift"]])
 
 
-def test_an_orphan_on_the_host_says_nothing_of_the_device():
+def test_an_orphan_on_the_host_does_not_count_for_the_device():
     index = Scripted()
     kv = harness(index)
     sink = kv.make_sink()
@@ -324,7 +324,7 @@ def test_an_orphan_on_the_host_says_nothing_of_the_device():
     assert rules(kv.judge().errors) == ["index_drift"]
 
 
-def test_where_a_removed_names_parent_and_child_nothing_is_left():
+def test_a_removed_of_parent_and_child_leaves_no_orphan():
     for blocks in ((1, 2), (2, 1)):
         index = Scripted()
         kv = harness(index)
@@ -334,7 +334,7 @@ def test_where_a_removed_names_parent_and_child_nothing_is_left():
         assert tuple(map(rules, kv.judge()[:2])) == (["index_drift"], [])
 
 
-def test_a_copy_that_outlives_its_parent_is_an_orphan_too():
+def test_a_copy_without_its_parent_is_an_orphan_too():
     kv = harness(RadixIndex(count_copies=True))
     sink = kv.make_sink(residency="counted")
     publish(sink, chain(1, 2), chain(2, parent=1), Removed((2, 1)), chain(1))
@@ -346,7 +346,7 @@ def test_a_copy_that_outlives_its_parent_is_an_orphan_too():
 # ------------------------------------------------------------------------------------------------- other names
 
 
-def test_an_orphan_is_known_in_the_chain_of_a_worker_that_names_its_blocks_otherwise():
+def test_an_orphan_is_recognized_in_the_chain_of_a_worker_with_other_hashes():
     kv = harness(Keeps())
     publish(kv.make_sink(), *ORPHAN)
     publish(kv.make_sink(), Stored(None, (71, 72), (1, 2)))
@@ -354,9 +354,9 @@ def test_an_orphan_is_known_in_the_chain_of_a_worker_that_names_its_blocks_other
     assert rules(kv.events.problems) == ["orphaned_child"]
 
 
-def test_it_is_known_by_the_hashes_of_the_chain_where_its_parent_was_wrong():
+def test_an_orphan_with_a_wrong_parent_is_recognized_by_the_hashes_of_its_chain():
     class ByHash(Keeps):
-        """Knows blocks by their hash alone, which it makes from the question."""
+        """Finds blocks by the hashes that it computes from the lookup."""
 
         def find_matches(self, local_hashes):
             names = sequence_hashes(local_hashes)
@@ -377,7 +377,7 @@ def test_it_is_known_by_the_hashes_of_the_chain_where_its_parent_was_wrong():
 # ---------------------------------------------------------------------------------------------- it raises there
 
 
-def test_an_index_that_raises_for_an_orphan_that_it_dropped_is_listed_under_the_warning():
+def test_an_index_that_raises_for_a_dropped_orphan_is_listed_under_the_warning():
     kv = harness(RaisesForWhatItDropped())
     sink = kv.make_sink()
     publish(sink, *ORPHAN[:2], chain(3, parent=2), Removed((2, 3)))
@@ -387,7 +387,7 @@ def test_an_index_that_raises_for_an_orphan_that_it_dropped_is_listed_under_the_
     assert rules(warning.folded) == ["index_failure", "index_failure"]
 
 
-def test_it_has_no_excuse_for_other_blocks():
+def test_an_index_that_drops_orphans_still_drifts_on_other_blocks():
     class AndForgetsOne(RaisesForWhatItDropped):
         def drop(self, held, block):
             if block != 6:
@@ -400,7 +400,7 @@ def test_it_has_no_excuse_for_other_blocks():
     assert rules(kv.events.warnings[0].folded) == ["index_failure"]
 
 
-def test_an_index_that_raises_at_another_event_is_to_blame():
+def test_an_index_that_raises_at_an_event_without_an_orphan_has_failed():
     class Full(Keeps):
         def apply(self, event):
             if event.event.event_id == 3:
@@ -416,7 +416,7 @@ def test_an_index_that_raises_at_another_event_is_to_blame():
 
 
 @pytest.mark.parametrize("index", [Keeps, RadixIndex])
-def test_an_orphan_that_came_of_a_lost_removed_alone_is_listed_under_the_gap(index):
+def test_an_orphan_caused_by_a_lost_removed_is_listed_under_the_gap(index):
     kv = harness(index())
     sink = kv.make_sink()
     publish(sink, chain(1, 2))
@@ -428,7 +428,7 @@ def test_an_orphan_that_came_of_a_lost_removed_alone_is_listed_under_the_gap(ind
 
 
 @pytest.mark.parametrize("index", [Keeps, RadixIndex])
-def test_an_index_that_survives_faults_may_differ_there_too(index):
+def test_an_index_that_survives_faults_may_differ_at_an_orphan_too(index):
     kv = harness(index(), survive=["double"])
     sink = kv.make_sink()
     publish(sink, *ORPHAN)
@@ -438,7 +438,7 @@ def test_an_index_that_survives_faults_may_differ_there_too(index):
     assert (verdict.errors, rules(verdict.warnings)) == ([], ["orphaned_child"])
 
 
-def test_what_survives_wrongly_there_is_listed_under_the_warning():
+def test_a_drift_at_an_orphan_while_surviving_faults_is_listed_under_the_warning():
     index = Scripted()
     kv = harness(index, survive=["lose"])
     sink = kv.make_sink()
@@ -449,7 +449,7 @@ def test_what_survives_wrongly_there_is_listed_under_the_warning():
     assert [rules(warning.folded) for warning in verdict.warnings] == [["index_drift"]]
 
 
-def test_an_orphan_among_the_events_that_a_router_asked_for_is_a_warning():
+def test_an_orphan_among_recovered_events_is_a_warning():
     class Asks(Keeps):
         def apply(self, event):
             if event.event.event_id == 3:
@@ -485,7 +485,7 @@ STEPS = st.lists(
 
 
 def play(kv, steps):
-    """Chains are stored, and blocks removed wherever they stand; the names are Dynamo's."""
+    """Store chains and remove blocks at any position; the names are Dynamo's."""
     sinks = [kv.make_sink(), kv.make_sink()]
     held = {}
     begin = [("store", (0, 0), at, 0) for at in range(3)]
@@ -515,7 +515,7 @@ def play(kv, steps):
 
 @pytest.mark.parametrize("index", [Keeps, DropsWhatIsBelow, RadixIndex])
 @given(steps=STEPS)
-def test_no_right_index_is_to_blame_for_what_an_engine_leaves_behind(index, steps):
+def test_no_right_index_is_blamed_for_orphans_of_an_engine(index, steps):
     kv = harness(index())
     play(kv, steps)
     assert kv.judge().errors == []

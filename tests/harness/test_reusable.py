@@ -1,4 +1,4 @@
-"""What workers would really reuse, beside what events promise: of hybrid models less than that, and never more."""
+"""Tokens that workers would reuse, next to the tokens that events promise: fewer on hybrid models, and never more."""
 
 import pytest
 from depth import examples
@@ -12,13 +12,13 @@ HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
 
 def harness_of(backend, index=None, *, num_blocks=None, workers=1, **options):
-    size, blocks = (64, 320) if backend == "vllm_deepseek_v4" else (4, 40)  # a group of it has blocks of one token then
+    size, blocks = (64, 320) if backend == "vllm_deepseek_v4" else (4, 40)  # one of its groups has one-token blocks
     num_blocks = num_blocks or blocks
     return RouterHarness(EngineProfile(size, num_blocks, workers), backend, index, **options)
 
 
 def prompts_of(program, size):
-    """The prompts of a program, each whole, cut by a token, and gone on with by a block."""
+    """Yield each prompt of a program: whole, without its last token, and one block longer."""
     for blocks in sorted({step.blocks for step in program if getattr(step, "blocks", ())}):
         tokens = [number for number in blocks for _ in range(size)]
         yield from (tokens, tokens[:-1], [*tokens, *range(7, 7 + size)])
@@ -41,7 +41,7 @@ def test_no_engine_reuses_more_than_its_events_promise(backend, data):
                 promised = {worker: blocks * size for worker, blocks in held.items()}
                 whole = {worker: min(each, (len(tokens) - 1) // size * size) for worker, each in promised.items()}
                 assert found in (promised, {worker: each for worker, each in whole.items() if each})
-            for key, worker in kv.workers.items():  # who lacks something of it reuses less than all of it
+            for key, worker in kv.workers.items():  # a worker that lacks blocks reuses less than all
                 assert not worker.lacking(tokens) or found.get(key, 0) < held[key] * size, (key, tokens)
 
 
@@ -54,7 +54,7 @@ LACKED = {
 
 
 @pytest.mark.parametrize("backend", LACKED)
-def test_the_second_prompt_with_a_prefix_is_promised_what_it_cannot_reuse_and_the_third_reuses_it(backend):
+def test_the_second_prompt_with_a_prefix_cannot_reuse_what_is_promised_and_the_third_can(backend):
     with harness_of(backend, num_blocks=200) as kv:
         size = kv.profile.block_size
         shared = kv.prompt(32)

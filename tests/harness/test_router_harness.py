@@ -1,4 +1,4 @@
-"""The harness as a library: its workers, what it receives, what it returns, and what is lost between."""
+"""The harness as a library: its workers, events in, overlaps out, and losses in between."""
 
 import sys
 import threading
@@ -58,7 +58,7 @@ def test_workers_of_the_profile_exist_from_the_start(make_kv):
         kv.workers[9] = None
 
 
-def test_ranks_of_the_profile_exist_from_the_start_and_are_named(make_kv):
+def test_ranks_of_the_profile_exist_from_the_start_and_have_names(make_kv):
     kv = make_kv(workers=2, dp_size=2)
     assert list(kv.workers) == [(0, 0), (0, 1), (1, 0), (1, 1)]
     assert (kv.worker(1, dp_rank=1).worker_id, kv.worker(1, dp_rank=1).dp_rank) == (1, 1)
@@ -67,7 +67,7 @@ def test_ranks_of_the_profile_exist_from_the_start_and_are_named(make_kv):
     assert (entry.event.worker_id, entry.event.event.dp_rank) == (1, 1)
 
 
-def test_a_worker_is_made_when_it_is_asked_for(make_kv, kv):
+def test_a_worker_is_made_at_its_first_use(make_kv, kv):
     assert kv.worker(7) is kv.worker(7)
     assert list(kv.workers) == [0, 7]
     assert kv.worker(7, dp_rank=2) is kv.workers[7, 2]
@@ -75,7 +75,7 @@ def test_a_worker_is_made_when_it_is_asked_for(make_kv, kv):
     assert list(make_kv(workers=0).workers) == []
 
 
-def test_workers_have_the_profiles_size_and_their_backend(make_kv):
+def test_workers_have_the_sizes_of_the_profile_and_their_backend(make_kv):
     kv = make_kv("lru", num_blocks=5, block_size=8)
     manager = kv.worker(0).manager
     assert (manager.backend, manager.num_blocks, manager.block_size) == ("lru", 5, 8)
@@ -83,7 +83,7 @@ def test_workers_have_the_profiles_size_and_their_backend(make_kv):
     assert kv.backend == "lru"
 
 
-def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
+def test_a_harness_without_a_backend_has_no_workers_until_use_backend(make_kv):
     kv = make_kv(None, workers=2)
     assert (kv.backend, dict(kv.workers)) == (None, {})
     with pytest.raises(ValueError, match="no backend yet"):
@@ -128,7 +128,7 @@ def test_a_harness_without_a_backend_has_no_worker_until_it_gets_one(make_kv):
     ],
     ids=range(15),
 )
-def test_what_cannot_be_is_refused_with_what_can(kv, call, message):
+def test_unknown_arguments_are_refused_with_the_known_ones(kv, call, message):
     before = list(kv.workers)
     with pytest.raises(ValueError, match=message):
         call(kv)
@@ -152,12 +152,12 @@ def test_what_cannot_be_is_refused_with_what_can(kv, call, message):
     ],
     ids=str,
 )
-def test_what_is_no_list_of_rules_or_faults_is_refused(field, error, message):
+def test_invalid_lists_of_rules_or_faults_are_refused(field, error, message):
     with pytest.raises(error, match=f"^{message}"):
         RouterHarness(**field)
 
 
-def test_a_backend_that_makes_no_manager_is_named():
+def test_a_backend_that_makes_no_manager_is_refused_by_name():
     from pytest_kvmock import BackendSpec
 
     with pytest.raises(ValueError, match=r"^backend 'mine' made the class object; it must be an object"):
@@ -166,7 +166,7 @@ def test_a_backend_that_makes_no_manager_is_named():
         RouterHarness(backend=BackendSpec("mine", "nobody", lambda **_: 1 / 0))
 
 
-def test_a_backend_that_lies_about_its_name_is_caught(monkeypatch, make_kv):
+def test_a_backend_whose_manager_has_another_name_is_refused(monkeypatch, make_kv):
     from pytest_kvmock.engines import backends
 
     liar = backends.BackendSpec("lineage", "nobody", backends.BACKENDS["lru"].make)
@@ -178,7 +178,7 @@ def test_a_backend_that_lies_about_its_name_is_caught(monkeypatch, make_kv):
 # ------------------------------------------------------------------------------------------------------- prompts
 
 
-def test_prompts_are_fresh_or_begin_with_another(kv):
+def test_a_prompt_is_new_or_begins_with_a_given_one(kv):
     first = kv.prompt(blocks=2)
     second = kv.prompt(blocks=3, after=first, tail=1)
     assert (first.num_tokens, second.num_tokens) == (8, 21)
@@ -215,7 +215,7 @@ def test_prompts_and_events_are_the_same_for_the_same_seed_and_name(make_kv):
 # -------------------------------------------------------------------------------------------------------- apply
 
 
-def test_bare_data_gets_its_workers_next_id(kv):
+def test_data_without_an_id_gets_the_next_id_of_its_worker(kv):
     kv.apply([one_block(1), one_block(2)])
     kv.worker(0).manager.use([7])
     kv.apply(Removed((1,)))
@@ -225,7 +225,7 @@ def test_bare_data_gets_its_workers_next_id(kv):
     assert kv.events.problems == []
 
 
-def test_bare_data_of_a_rank_counts_by_itself(make_kv):
+def test_each_rank_has_its_own_ids(make_kv):
     kv = make_kv(dp_size=2)
     kv.apply([one_block(1), one_block(2)], dp_rank=1)
     kv.apply(one_block(3))
@@ -233,7 +233,7 @@ def test_bare_data_of_a_rank_counts_by_itself(make_kv):
     assert kv.overlap(Prompt(hashes=[2])) == {(0, 1): 1}
 
 
-def test_each_form_of_event_is_taken_one_or_many(kv):
+def test_apply_takes_each_form_of_event_one_or_many(kv):
     kv.apply(KvCacheEvent(0, one_block(1)))
     kv.apply(RouterEvent(3, KvCacheEvent(5, one_block(1)), StorageTier.DISK, [(1, 2, 3, 4)]))
     kv.apply(event for event in (KvCacheEvent(1, Cleared()), one_block(2)))
@@ -246,7 +246,7 @@ def test_each_form_of_event_is_taken_one_or_many(kv):
 @pytest.mark.parametrize(
     "wrong", [None, 7, "stored", {"stored": 1}, b"", KvCacheEvent(0, "stored"), RouterEvent(0, KvCacheEvent(0, None))]
 )
-def test_what_is_no_event_is_refused_and_nothing_is_received(kv, wrong):
+def test_an_object_that_is_no_event_is_refused_and_not_received(kv, wrong):
     with pytest.raises(
         TypeError, match="apply takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent"
     ):
@@ -256,7 +256,7 @@ def test_what_is_no_event_is_refused_and_nothing_is_received(kv, wrong):
     assert ids(kv.events) == [0]
 
 
-def test_events_before_one_that_is_none_have_been_received(kv):
+def test_events_before_an_invalid_one_are_received(kv):
     with pytest.raises(TypeError, match=r"got None \(NoneType\)"):
         kv.apply([one_block(1), None, one_block(2)])
     assert kv.events.stored_blocks == [1]
@@ -278,14 +278,14 @@ def test_overlap_counts_leading_blocks_of_each_worker_that_has_any(make_kv):
     assert kv.overlap(Prompt(hashes=block_hashes(long.tokens[:8], 4))) == {0: 2, 1: 1}
 
 
-def test_overlap_names_ranks_where_a_worker_has_several(make_kv):
+def test_overlap_names_ranks_if_a_worker_has_several(make_kv):
     kv = make_kv(workers=2, dp_size=2)
     asked = kv.prompt(2)
     kv.worker(1, dp_rank=1).serve(asked)
     assert kv.overlap(asked) == {(1, 1): 2}
 
 
-def test_overlap_names_the_one_rank_that_is_not_the_first(kv):
+def test_overlap_names_a_rank_other_than_the_first(kv):
     kv.apply(one_block(1), worker_id=2)
     kv.apply(one_block(1), worker_id=2, dp_rank=3)
     assert kv.overlap(Prompt(hashes=[1])) == {2: 1, (2, 3): 1}
@@ -302,13 +302,13 @@ def test_a_dropped_event_is_neither_received_nor_logged(kv, rules_of):
     assert rules_of(kv.judge().errors) == ["event_id_gap"]
 
 
-def test_a_drop_of_n_events_of_a_kind_passes_the_others(kv):
+def test_a_drop_by_kind_passes_events_of_other_kinds(kv):
     kv.drop_next(2, kind="removed")
     kv.apply([one_block(1), Removed((1,)), one_block(2), Removed((2,)), Removed((3,)), Cleared()])
     assert ids(kv.events) == [0, 2, 4, 5]
 
 
-def test_two_drops_take_their_own_events(kv):
+def test_two_drops_count_independently(kv):
     kv.drop_next(kind="cleared")
     kv.drop_next(kind="stored")
     kv.apply([one_block(1), Cleared(), one_block(2), Cleared()])
@@ -326,7 +326,7 @@ def test_no_event_is_dropped_after_the_with_block(kv):
     assert (drop.left, drop.injected) == (0, 1)
 
 
-def test_a_transport_may_lose_double_and_delay(kv):
+def test_a_transport_may_lose_repeat_and_delay_events(kv):
     late = []
 
     def transport(event):
@@ -343,7 +343,7 @@ def test_a_transport_may_lose_double_and_delay(kv):
 # ------------------------------------------------------------------------------------------ remove_worker, restart
 
 
-def test_a_removed_worker_is_removed_with_all_its_ranks(make_kv):
+def test_removing_a_worker_removes_all_its_ranks(make_kv):
     kv = make_kv(workers=2, dp_size=2)
     asked = kv.prompt(2)
     for worker in kv.workers.values():
@@ -354,7 +354,7 @@ def test_a_removed_worker_is_removed_with_all_its_ranks(make_kv):
     kv.assert_in_sync()
 
 
-def test_a_removed_worker_may_come_back_with_any_id(kv):
+def test_a_removed_worker_may_return_with_any_id(kv):
     asked = kv.prompt(2)
     worker = kv.worker(0)
     worker.serve(asked)
@@ -366,7 +366,7 @@ def test_a_removed_worker_may_come_back_with_any_id(kv):
     kv.assert_no_event_errors()
 
 
-def test_a_worker_of_a_removed_ones_id_is_a_new_one(kv):
+def test_a_new_worker_may_have_the_id_of_a_removed_one(kv):
     before = kv.worker(0)
     before.serve(kv.prompt(1))
     kv.remove_worker(0)
@@ -376,7 +376,7 @@ def test_a_worker_of_a_removed_ones_id_is_a_new_one(kv):
     kv.assert_no_event_errors()
 
 
-def test_a_removed_worker_that_goes_on_is_unknown_to_the_router(kv, rules_of):
+def test_a_removed_worker_that_continues_is_unknown_to_the_router(kv, rules_of):
     asked, worker = kv.prompt(1), kv.worker(0)
     worker.serve(asked)
     kv.remove_worker(0)
@@ -384,7 +384,7 @@ def test_a_removed_worker_that_goes_on_is_unknown_to_the_router(kv, rules_of):
     assert rules_of(kv.judge().errors) == ["parent_block_not_found"]
 
 
-def test_a_lost_event_of_a_worker_that_came_back_names_no_event_before_it(kv):
+def test_a_lost_event_after_the_return_of_a_worker_names_no_earlier_event(kv):
     worker = kv.worker(0)
     worker.serve(kv.prompt(1))
     kv.remove_worker(0)
@@ -394,12 +394,12 @@ def test_a_lost_event_of_a_worker_that_came_back_names_no_event_before_it(kv):
     assert problem.observed == "the worker published ids up to 1; event 1 did not arrive"
 
 
-def test_to_remove_an_unknown_worker_is_no_error(kv):
+def test_removing_an_unknown_worker_is_no_error(kv):
     kv.remove_worker(9)
     assert list(kv.workers) == [0]
 
 
-def test_a_removed_rank_leaves_the_other_ranks_of_its_worker(make_kv):
+def test_removing_a_rank_keeps_the_other_ranks_of_its_worker(make_kv):
     kv = make_kv(workers=2, dp_size=2)
     asked = kv.prompt(2)
     for worker in kv.workers.values():
@@ -408,13 +408,13 @@ def test_a_removed_rank_leaves_the_other_ranks_of_its_worker(make_kv):
     assert kv.overlap(asked) == {(0, 0): 2, (0, 1): 2, (1, 0): 2}
     assert list(kv.workers) == [(0, 0), (0, 1), (1, 0)]
     assert [note.text for note in kv.events.notes] == ["worker 1 rank 1 removed: your router drops its blocks"]
-    kv.worker(1, dp_rank=1).serve(kv.prompt(1))  # a new one
+    kv.worker(1, dp_rank=1).serve(kv.prompt(1))  # a new worker
     assert ids(kv.events)[-1] == 0
     kv.assert_in_sync()
     kv.assert_no_event_errors()
 
 
-def test_a_removed_rank_is_removed_from_the_index_under_test(make_kv):
+def test_removed_workers_and_ranks_are_removed_from_the_index_under_test(make_kv):
     index = Manageable()
     kv = make_kv(index=index, workers=2, dp_size=2)
     kv.remove_worker((1, 1))
@@ -423,7 +423,7 @@ def test_a_removed_rank_is_removed_from_the_index_under_test(make_kv):
     assert index.removals == [(1, 1), 1, (0, 0)]
 
 
-def test_a_rank_is_not_removed_from_an_index_that_removes_workers_alone(make_kv):
+def test_removing_a_rank_from_an_index_without_remove_worker_dp_rank_is_refused(make_kv):
     kv = make_kv(index=Sound(), dp_size=2)
     asked = kv.prompt(2)
     for worker in kv.workers.values():
@@ -437,7 +437,7 @@ def test_a_rank_is_not_removed_from_an_index_that_removes_workers_alone(make_kv)
 
 
 @pytest.mark.parametrize("given", ["1", -1, True, (1,), (1, -1), ("1", 0), (1, 2, 3), [1, 1], 2**64])
-def test_what_is_no_worker_and_no_rank_is_not_removed(kv, given):
+def test_an_argument_that_names_no_worker_or_rank_is_refused(kv, given):
     with pytest.raises(
         ValueError, match=r"^remove_worker takes a worker id \(.*\), or \(worker id, dp_rank\) for one rank, "
     ) as error:
@@ -446,7 +446,7 @@ def test_what_is_no_worker_and_no_rank_is_not_removed(kv, given):
     assert list(kv.workers) == [0]
 
 
-def test_a_rank_of_a_sink_may_be_removed_and_the_sink_goes_on(kv):
+def test_a_sink_stays_usable_when_its_rank_is_removed(kv):
     sink = kv.make_sink(worker_id=7)
     sink.publish(Stored(None, (1,), (11,)))
     kv.remove_worker((7, 0))
@@ -468,7 +468,7 @@ def test_an_announced_restart_reaches_the_router(kv):
     kv.assert_no_event_errors()
 
 
-def test_an_announced_restart_of_one_rank_leaves_the_others(make_kv):
+def test_an_announced_restart_of_one_rank_keeps_the_others(make_kv):
     kv = make_kv(dp_size=2)
     asked = kv.prompt(2)
     for worker in kv.workers.values():
@@ -478,7 +478,7 @@ def test_an_announced_restart_of_one_rank_leaves_the_others(make_kv):
     kv.assert_in_sync()
 
 
-def test_a_silent_restart_shows_at_the_next_event(kv, rules_of):
+def test_a_silent_restart_is_detected_at_the_next_event(kv, rules_of):
     worker = kv.worker(0)
     worker.serve(kv.prompt(2))
     worker.restart()
@@ -486,7 +486,7 @@ def test_a_silent_restart_shows_at_the_next_event(kv, rules_of):
     assert rules_of(kv.events.errors) == ["event_id_gap"]
 
 
-def test_a_silent_restart_shows_at_the_flush_where_nothing_follows(kv, rules_of):
+def test_a_silent_restart_without_later_events_is_detected_at_the_flush(kv, rules_of):
     worker = kv.worker(0)
     worker.serve(kv.prompt(2))
     worker.restart()
@@ -497,7 +497,7 @@ def test_a_silent_restart_shows_at_the_flush_where_nothing_follows(kv, rules_of)
 # --------------------------------------------------------------------------------------------------------- sinks
 
 
-def test_sinks_before_and_after_the_router_hear_everything(kv):
+def test_sinks_before_and_after_the_router_receive_every_event(kv):
     before, after = CapturingSink(), CapturingSink()
     kv.add_sink(before, before=True)
     kv.add_sink(after)
@@ -519,7 +519,7 @@ def test_a_sink_before_the_router_that_raises_keeps_the_event_from_all_after_it(
     assert problem.observed == "Raising.publish raised OSError: disk full; the router never got the event"
 
 
-def test_a_sink_after_the_router_that_raises_keeps_nothing_from_it(kv, rules_of):
+def test_a_sink_after_the_router_that_raises_keeps_no_event_from_it(kv, rules_of):
     second = CapturingSink()
     kv.add_sink(Raising(1))
     kv.add_sink(second)
@@ -531,7 +531,7 @@ def test_a_sink_after_the_router_that_raises_keeps_nothing_from_it(kv, rules_of)
     assert problem.observed == "Raising.publish raised OSError: disk full"
 
 
-def test_what_a_sink_kept_from_the_router_is_listed_under_it(kv, rules_of):
+def test_errors_from_an_event_that_a_sink_kept_back_follow_from_the_sink_failure(kv, rules_of):
     kv.add_sink(Raising(0), before=True)
     worker = kv.worker(0)
     asked = kv.prompt(1)
@@ -541,14 +541,14 @@ def test_what_a_sink_kept_from_the_router_is_listed_under_it(kv, rules_of):
     assert rules_of(problem.consequences()) == ["parent_block_not_found"]
 
 
-def test_a_worker_goes_on_when_a_sink_raises(kv):
+def test_a_worker_continues_when_a_sink_raises(kv):
     kv.add_sink(Raising(0), before=True)
     assert len(kv.worker(0).serve(kv.prompt(2)).stored_blocks) == 2
     assert len(kv.worker(0).manager.resident()) == 2
 
 
-def test_what_the_harness_itself_raises_fails_the_test(kv):
-    """A worker goes on, as with any sink; what was not judged must not pass."""
+def test_an_exception_of_the_harness_itself_fails_the_test(kv):
+    """The worker continues, as with any sink, and an event that could not be judged must not pass."""
 
     def transport(event):
         raise KeyError("no route")
@@ -564,7 +564,7 @@ def test_what_the_harness_itself_raises_fails_the_test(kv):
 # ------------------------------------------------------------------------------------------------------- counters
 
 
-def test_counters_count_a_stream_made_by_hand(make_kv):
+def test_counters_count_a_hand_made_stream(make_kv):
     kv = make_kv(None)
     kv.apply(
         [
@@ -591,11 +591,11 @@ def test_counters_count_a_stream_made_by_hand(make_kv):
     }
     assert kv.events.counts.invalid == expected
     assert {pair: kv.events.counts.status(*pair) for pair in expected} == expected
-    assert kv.events.counts.warnings == {"duplicate_store": 1, "orphaned_child": 1}  # block 2 outlives its parent
+    assert kv.events.counts.warnings == {"duplicate_store": 1, "orphaned_child": 1}  # block 2 loses its parent
     assert repr(kv.events.counts) == "<EventCounts ok: 3 stored, 1 removed, 1 cleared; invalid: 4; warnings: 2>"
 
 
-def test_counters_count_what_follows_from_another_fault_too(kv):
+def test_counters_include_errors_that_follow_from_another_fault(kv):
     kv.drop_next()
     kv.apply([one_block(1), Stored(1, (2,), (2,)), Removed((1,))])
     assert len(kv.judge().errors) == 1
@@ -605,7 +605,7 @@ def test_counters_count_what_follows_from_another_fault_too(kv):
     ) == (1, 0)
 
 
-def test_counters_outlive_the_log(kv):
+def test_counters_are_kept_when_the_log_is_cleared(kv):
     kv.apply([one_block(1), Removed((9,))])
     kv.events.clear()
     assert (
@@ -620,7 +620,7 @@ def test_counters_outlive_the_log(kv):
 # --------------------------------------------------------------------------------------------------------- threads
 
 
-def test_two_threads_that_publish_take_turns(make_kv):
+def test_two_publishing_threads_take_turns(make_kv):
     kv = make_kv(None)
     sink = kv.make_sink()
     inside, most = 0, 0
@@ -674,7 +674,7 @@ def test_clean_traffic_passes_every_assertion(kv):
     assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_errors_are_asserted_and_expected_ones_are_not(kv):
+def test_expected_errors_do_not_fail_assert_no_event_errors(kv):
     with kv.events.expect_error("block_not_found"):
         kv.apply(Removed((7,)))
     kv.assert_no_event_errors()
@@ -683,7 +683,7 @@ def test_errors_are_asserted_and_expected_ones_are_not(kv):
         kv.assert_no_event_errors()
 
 
-def test_an_error_expected_for_the_whole_test_is_no_error_before_its_end(kv):
+def test_an_error_expected_for_the_whole_test_fails_no_assertion_before_its_end(kv):
     kv.events.expect_error("block_not_found")
     kv.apply(Removed((7,)))
     kv.assert_no_event_errors()
@@ -693,7 +693,7 @@ def test_an_error_expected_for_the_whole_test_is_no_error_before_its_end(kv):
     assert kv.judge().unmet == ["expected 1 block_not_found, saw 2 in 2 KV events"]
 
 
-def test_an_allowed_error_is_no_error_before_the_end_either(make_kv):
+def test_an_allowed_error_fails_no_assertion_before_the_end(make_kv):
     kv = make_kv(allow=["block_not_found"])
     kv.apply(Removed((7,)))
     kv.assert_no_event_errors()
@@ -702,21 +702,21 @@ def test_an_allowed_error_is_no_error_before_the_end_either(make_kv):
         kv.assert_no_event_errors()
 
 
-def test_errors_known_at_the_flush_are_asserted(kv):
+def test_assert_no_event_errors_flushes_first(kv):
     kv.drop_next()
     kv.worker(0).serve(range(4))
     with pytest.raises(EventRulesBroken, match="event_id_gap"):
         kv.assert_no_event_errors()
 
 
-def test_warnings_are_asserted_apart(kv):
+def test_warnings_have_their_own_assertion(kv):
     kv.apply([one_block(1), one_block(1)])
     kv.assert_no_event_errors()
     with pytest.raises(EventRulesBroken, match=r"1 KV event warning: duplicate_store \(worker 0, event 1\)"):
         kv.events.assert_no_event_warnings()
 
 
-def test_stream_and_engine_out_of_sync_are_asserted_each_time(kv):
+def test_assert_in_sync_raises_each_time_while_stream_and_engine_differ(kv):
     asked = kv.prompt(2)
     kv.drop_next()
     kv.worker(0).serve(asked)
@@ -727,7 +727,7 @@ def test_stream_and_engine_out_of_sync_are_asserted_each_time(kv):
     kv.assert_in_sync()
 
 
-def test_a_problem_is_handed_out_once_and_late_ones_the_next_time(kv, rules_of):
+def test_each_problem_is_returned_once_by_judge(kv, rules_of):
     kv.apply(Removed((7,)))
     assert rules_of(kv.judge().errors) == ["block_not_found"]
     assert tuple(kv.judge()) == ([], [], [])
@@ -737,14 +737,14 @@ def test_a_problem_is_handed_out_once_and_late_ones_the_next_time(kv, rules_of):
     assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_an_expectation_that_is_not_met_is_reported_once(kv):
+def test_an_unmet_expectation_is_reported_once(kv):
     kv.events.expect_error("event_id_gap", times=2)
     assert kv.judge().unmet == ["expected 2 event_id_gap, saw none in 0 KV events"]
     assert kv.judge().unmet == []
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_engine_that_says_nothing_is_found_out(backend):
+def test_an_engine_that_publishes_nothing_is_found(backend):
     def make(*, sink, **sizes):
         return BACKENDS[backend].make(sink=None, **sizes)
 
@@ -757,25 +757,25 @@ def test_an_engine_that_says_nothing_is_found_out(backend):
     has_tail = backend in (
         "vllm_gemma4",
         "vllm_deepseek_v4",
-    )  # whose hash units are parts of a block: a prompt's tail has a name
+    )  # with hash units that are parts of a block, the tail of a prompt has a name
     assert len(held) == 3 + has_tail
     assert ("engine_drift", {*held}) == (problem.rule, {*problem.blocks})
 
 
-def test_a_use_that_fails_before_any_event_is_found_out():
+def test_a_use_that_fails_before_any_event_is_found():
     kv = RouterHarness(EngineProfile(num_blocks=4), "hash_cache")
     assert kv.worker(0).manager.use([1, 2, 3, 4, 5]) == 0
     (problem,) = kv.judge().errors
     assert (problem.rule, set(problem.blocks)) == ("engine_drift", {1, 2, 3, 4})
 
 
-def test_a_worker_whose_events_are_made_by_hand_is_no_engine(kv):
+def test_a_worker_with_only_hand_made_events_is_not_compared_at_a_flush(kv):
     kv.apply(Stored(None, (1,), (1,)))
     kv.flush()
     assert kv.events.errors == []
 
 
-def test_drift_is_reported_once_a_block(kv, rules_of):
+def test_drift_is_reported_once_per_block(kv, rules_of):
     worker = kv.worker(0)
     worker.serve(kv.prompt(1))
     kv.apply(one_block(5))
@@ -785,7 +785,7 @@ def test_drift_is_reported_once_a_block(kv, rules_of):
     assert problem.blocks == (6,)
 
 
-def test_a_worker_that_only_lends_its_name_is_not_compared(kv):
+def test_a_worker_with_only_hand_made_events_is_in_sync(kv):
     kv.apply(one_block(5))
     kv.assert_in_sync()
 
@@ -800,17 +800,17 @@ def test_without_prefix_caching_nothing_is_published_or_compared(make_kv):
 # --------------------------------------------------------------------------------------------------- with harness
 
 
-def test_a_harness_judges_when_it_is_left(make_kv):
+def test_leaving_a_harness_raises_its_errors(make_kv):
     with pytest.raises(EventRulesBroken, match="1 KV event error: block_not_found"), make_kv() as kv:
         kv.apply(Removed((7,)))
 
 
-def test_a_harness_that_saw_nothing_wrong_is_left_quietly(make_kv):
+def test_leaving_a_harness_without_errors_raises_nothing(make_kv):
     with make_kv() as kv:
         kv.worker(0).serve(kv.prompt(3))
 
 
-def test_a_body_that_fails_keeps_its_own_exception(make_kv):
+def test_an_exception_of_the_with_block_is_kept(make_kv):
     def body():
         with make_kv() as kv:
             kv.apply(Removed((7,)))
@@ -820,7 +820,7 @@ def test_a_body_that_fails_keeps_its_own_exception(make_kv):
         body()
 
 
-def test_allowed_rules_and_what_follows_from_them_are_no_failure(make_kv):
+def test_allowed_rules_and_errors_that_follow_from_them_do_not_fail(make_kv):
     with make_kv(allow=["event_id_gap"]) as kv:
         kv.drop_next()
         asked = kv.prompt(1)
@@ -829,20 +829,20 @@ def test_allowed_rules_and_what_follows_from_them_are_no_failure(make_kv):
     assert len(kv.events.errors) == 1
 
 
-def test_an_unmet_expectation_is_a_failure(make_kv):
+def test_an_unmet_expectation_fails_the_harness(make_kv):
     with pytest.raises(EventRulesBroken, match="expected 1 engine_drift, saw none"), make_kv() as kv:
         kv.events.expect_error("engine_drift")
 
 
-def test_warnings_are_no_failure(make_kv):
+def test_warnings_do_not_fail_the_harness(make_kv):
     with make_kv() as kv:
         kv.apply([one_block(1), one_block(1)])
     assert kv.events.counts.warnings == {"duplicate_store": 1}
 
 
-def test_a_sequence_hash_is_judged_for_what_workers_publish_for_requests_only(kv, rules_of):
+def test_block_hashes_are_checked_only_in_events_of_requests(kv, rules_of):
     wrong = sequence_hashes([1, 2])
-    kv.apply(Stored(None, (wrong[0], 77), (1, 2)))  # by hand: hashes are free
+    kv.apply(Stored(None, (wrong[0], 77), (1, 2)))  # by hand: any hashes are allowed
     assert kv.judge().errors == []
 
     def transport(event):
@@ -856,7 +856,7 @@ def test_a_sequence_hash_is_judged_for_what_workers_publish_for_requests_only(kv
     assert rules_of(kv.judge().errors)[:2] == ["wrong_hash", "engine_drift"]
 
 
-def test_the_profile_in_force_is_shown():
+def test_a_harness_shows_its_profile():
     profile = EngineProfile(block_size=8)
     assert profile is RouterHarness(profile).profile
     assert EngineProfile() == RouterHarness().profile
@@ -865,14 +865,14 @@ def test_the_profile_in_force_is_shown():
 # ---------------------------------------------------------------------------------------------- capacity, open requests
 
 
-def test_a_worker_holds_no_more_than_its_profile_has(make_kv, rules_of):
+def test_a_worker_that_holds_more_blocks_than_its_profile_allows_is_over_capacity(make_kv, rules_of):
     kv = make_kv(num_blocks=3)
     kv.drop_next(1, kind="removed")
     worker = kv.worker(0)
     for _ in range(2):
         worker.serve(kv.prompt(2))
     (gap,) = kv.judge().errors
-    assert "over_capacity" in rules_of(gap.folded)  # the Removed that was lost explains it
+    assert "over_capacity" in rules_of(gap.folded)  # explained by the lost Removed
     kv = make_kv(num_blocks=3)
     kv.apply([one_block(number) for number in range(4)])
     kv.events.assert_no_event_warnings()
@@ -883,7 +883,7 @@ def test_a_worker_holds_no_more_than_its_profile_has(make_kv, rules_of):
     ) == ("over_capacity", "according to the events, 4 blocks are held after event 3")
 
 
-def test_stored_before_removed_is_no_breach_of_the_capacity(make_kv):
+def test_a_stored_before_its_removed_is_not_over_capacity(make_kv):
     for backend in ("lineage", "lru", "multi_lru"):
         kv = make_kv(backend, num_blocks=3)
         for _ in range(20):
@@ -892,7 +892,7 @@ def test_stored_before_removed_is_no_breach_of_the_capacity(make_kv):
         assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_requests_that_are_open_when_the_test_ends_are_a_warning_for_each_worker(make_kv):
+def test_requests_open_at_the_end_are_one_warning_per_worker(make_kv):
     kv = make_kv(workers=3, num_blocks=64)
     kv.worker(1).prefill(kv.prompt(2, tail=1))
     kv.worker(1).prefill(kv.prompt(3)).preempt()
@@ -915,7 +915,7 @@ def test_requests_that_are_open_when_the_test_ends_are_a_warning_for_each_worker
     assert [problem.observed for problem in kv.judge().warnings] == ["1 request is open, with 1 blocks"]
 
 
-def test_many_open_requests_are_counted(make_kv):
+def test_many_open_requests_are_summed_up_in_one_line(make_kv):
     kv = make_kv(num_blocks=64)
     for _ in range(12):
         kv.worker(0).prefill(kv.prompt(1))
@@ -923,7 +923,7 @@ def test_many_open_requests_are_counted(make_kv):
     assert problem.observed == "12 requests are open, with 1, 1, 1, 1, 1, 1, 1, 1 and 4 more blocks"
 
 
-def test_a_request_that_was_lost_with_its_worker_is_not_open(kv):
+def test_a_request_lost_with_its_worker_is_not_open(kv):
     kv.worker(0).prefill(kv.prompt(1))
     kv.worker(0).restart(announced=True)
     kv.worker(0).prefill(kv.prompt(1))
@@ -931,10 +931,10 @@ def test_a_request_that_was_lost_with_its_worker_is_not_open(kv):
     assert kv.judge().warnings == []
 
 
-def test_open_requests_may_be_expected_or_be_left_to_fixtures(kv):
+def test_open_requests_may_be_expected_or_made_by_fixtures(kv):
     kv.events.expect_error("leaked_requests")
     kv.worker(0).prefill(kv.prompt(1))
     kv.inside.body_begins()
     kv.worker(0).prefill(kv.prompt(1))
     assert tuple(kv.judge()) == ([], [], [])
-    assert [problem.rule for problem in kv.judge().warnings] == ["leaked_requests"]  # nobody finished it
+    assert [problem.rule for problem in kv.judge().warnings] == ["leaked_requests"]  # the request is still open

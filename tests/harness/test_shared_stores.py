@@ -1,4 +1,4 @@
-"""Stores that workers share: whose a block is, who can load it, and what an index may answer."""
+"""Stores that workers share: who owns a block, who can load it, and what an index may return."""
 
 import pytest
 
@@ -26,13 +26,13 @@ def harness_of(index=None, workers=3, stores=STORES, **described):
 
 
 def served(worker, prompts=PROMPTS):
-    """Serve prompts, one after the other, and let what they store be written."""
+    """Serve prompts one after the other, with time to write what they store."""
     for prompt in prompts:
         worker.serve(prompt)
         worker.tick(worker.now + 20)
 
 
-def test_a_block_of_a_store_is_credited_alike_to_all_who_can_load_it_and_to_no_other():
+def test_a_store_block_is_credited_equally_to_all_workers_that_can_load_it():
     with harness_of() as kv:
         served(kv.worker(0))
         assert kv.overlap(PROMPTS[0], owner="disk") == {0: 6, 1: 6}
@@ -42,32 +42,32 @@ def test_a_block_of_a_store_is_credited_alike_to_all_who_can_load_it_and_to_no_o
         assert kv.worker(2).serve(PROMPTS[0]).cached_tokens == 0
 
 
-def test_without_stores_a_folder_is_the_worker_s_own():
+def test_without_stores_a_folder_belongs_to_its_worker():
     with harness_of(stores=None) as kv:
         served(kv.worker(0))
         assert kv.overlap(PROMPTS[0], tier="disk") == {0: 6}
         assert kv.worker(1).serve(PROMPTS[0]).cached_tokens == 0
 
 
-def test_a_worker_that_leaves_takes_nothing_of_the_store():
+def test_a_removed_worker_takes_nothing_out_of_the_store():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.remove_worker(0)
         assert kv.overlap(PROMPTS[0], owner="disk") == {1: 6}
 
 
-def test_a_cleared_worker_and_one_that_restarts_leave_the_store_as_it_is():
+def test_a_clear_or_restart_of_a_worker_leaves_the_store_unchanged():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.worker(0).clear()
         assert kv.overlap(PROMPTS[2], owner="disk") == {1: 6}  # vLLM's host is not cleared
         kv.worker(0).restart(announced=True)
-        assert kv.overlap(PROMPTS[0], owner="disk") == {1: 6}  # announced: it is away, until it publishes
+        assert kv.overlap(PROMPTS[0], owner="disk") == {1: 6}  # announced: worker 0 is missing until it publishes
         served(kv.worker(0), [[7] * 9])
         assert kv.overlap(PROMPTS[0], owner="disk") == {0: 6, 1: 6}
 
 
-def test_what_is_announced_twice_is_there_once():
+def test_a_block_announced_twice_counts_once():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.worker(0).storage.lose(PROMPTS[0])
@@ -78,7 +78,7 @@ def test_what_is_announced_twice_is_there_once():
         assert kv._judge.ledger.owned["disk"] == {*named}
 
 
-def test_a_deleted_file_leaves_a_promise_that_is_stale():
+def test_a_deleted_file_leaves_a_stale_promise():
     with harness_of() as kv:
         served(kv.worker(0))
         kv.worker(1).storage.lose(PROMPTS[0])
@@ -102,12 +102,12 @@ def test_a_request_chooses_the_tiers_that_it_loads_from(load_tiers, cached):
     with harness_of(file_locality="LOCAL") as kv:
         served(kv.worker(0))
         prompt = Prompt(PROMPTS[0], load_tiers=load_tiers)
-        assert kv.overlap(prompt, owner="disk") == {0: 6, 1: 6}  # no router is told
+        assert kv.overlap(prompt, owner="disk") == {0: 6, 1: 6}  # no event shows load_tiers
         assert kv.worker(1).storage.reusable(prompt) == cached
         assert kv.worker(1).serve(prompt).cached_tokens == cached
 
 
-def test_a_tier_without_a_locality_matches_any_and_the_host_is_not_asked():
+def test_a_tier_without_a_locality_matches_any_and_load_tiers_never_restrict_the_host():
     with harness_of() as kv:
         served(kv.worker(0), PROMPTS[1:])
         served(kv.worker(0), PROMPTS[:1])
@@ -120,7 +120,7 @@ def test_a_tier_without_a_locality_matches_any_and_the_host_is_not_asked():
         assert kv.worker(0).serve(nothing).cached_tokens == on_device + on_host
 
 
-def test_what_is_no_medium_is_ignored_with_a_warning_and_where_none_is_left_all_are_allowed():
+def test_an_unknown_medium_is_ignored_with_a_warning_and_without_any_all_tiers_are_allowed():
     with pytest.warns(UserWarning, match=r"load_tiers: \{'medium': 'DISK'\} is no medium \(GPU, CPU, STORAGE\)"):
         prompt = Prompt(PROMPTS[0], load_tiers=[{"medium": "DISK"}])
     assert prompt.keys is None
@@ -134,7 +134,7 @@ def test_what_is_no_medium_is_ignored_with_a_warning_and_where_none_is_left_all_
 
 
 class LeavesStoresOut(RadixIndex):
-    """An index of workers."""
+    """An index of workers only."""
 
     def apply(self, event):
         if event.storage_tier is not StorageTier.DISK:
@@ -146,7 +146,7 @@ def of_vllm(kind, **more):
 
 
 class Lowers(RadixIndex):
-    """An index that promises the first three blocks of what is in a store, alike to all."""
+    """An index that promises at most the first three blocks of a store, to all workers alike."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -160,7 +160,7 @@ class Lowers(RadixIndex):
 @pytest.mark.parametrize(
     "index", [of_vllm(LeavesStoresOut), of_vllm(RadixIndex, stores=STORES), of_vllm(Lowers, stores=STORES)]
 )
-def test_a_right_index_passes(index):
+def test_a_right_index_over_shared_stores_passes(index):
     with harness_of(index) as kv:
         served(kv.worker(0), PROMPTS[:2])
         served(kv.worker(1), PROMPTS[2:])
@@ -169,7 +169,7 @@ def test_a_right_index_passes(index):
 
 
 class ClearsTheStoreWithTheWorker(RadixIndex):
-    """The store goes with the worker that wrote it."""
+    """Clears the store when the worker that wrote it is removed."""
 
     def remove_worker(self, worker_id):
         super().remove_worker(worker_id)
@@ -177,7 +177,7 @@ class ClearsTheStoreWithTheWorker(RadixIndex):
 
 
 class AStoreIsAWorker(RadixIndex):
-    """A store becomes a worker, with an id of its own."""
+    """Makes a store a worker with an id of its own."""
 
     def apply(self, event):
         if event.storage_tier is StorageTier.DISK:
@@ -186,7 +186,7 @@ class AStoreIsAWorker(RadixIndex):
 
 
 class JumpsAHole(RadixIndex):
-    """Promises what is behind a hole."""
+    """Promises blocks behind a hole."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -196,12 +196,12 @@ class JumpsAHole(RadixIndex):
 @pytest.mark.parametrize(
     "index",
     [
-        of_vllm(RadixIndex),  # it credits who has published
+        of_vllm(RadixIndex),  # it credits the publisher
         of_vllm(AStoreIsAWorker),
         of_vllm(JumpsAHole, stores=STORES),
     ],
 )
-def test_a_wrong_index_is_found(index):
+def test_a_wrong_index_over_shared_stores_is_found(index):
     kv = harness_of(index, self_describing=True)
     served(kv.worker(0))
     verdict = kv.judge()
@@ -209,21 +209,21 @@ def test_a_wrong_index_is_found(index):
     assert any(problem.storage_tier is StorageTier.DISK for problem in verdict.errors)
 
 
-def test_an_error_says_that_a_store_has_the_block():
+def test_a_drift_names_the_store_that_has_the_block():
     kv = harness_of(of_vllm(RadixIndex), self_describing=True)
     served(kv.worker(0))
     assert "; the store 'disk' has it, and worker 1 can load from it" in str(kv.judge().errors[0])
 
 
-def test_an_index_that_clears_the_store_with_a_worker_leaves_it_out_from_then_on():
-    """That is what a lowered promise looks like, too, so it is no error until the store is announced again."""
+def test_an_index_that_clears_the_store_with_a_removed_worker_is_no_error_yet():
+    """A lowered promise looks the same, so it is no error until the store announces blocks again."""
     with harness_of(of_vllm(ClearsTheStoreWithTheWorker, stores=STORES)) as kv:
         served(kv.worker(0))
         kv.remove_worker(0)
         assert kv.overlap(PROMPTS[0], owner="disk") == {}
 
 
-def test_an_emptied_store_leaves_the_workers_what_they_have():
+def test_clearing_a_store_keeps_the_workers_own_blocks():
     index = RadixIndex(stores=STORES)
     event = RouterEvent(0, KvCacheEvent(0, Stored(None, (1,), (11,))))
     index.apply(event)
@@ -259,7 +259,7 @@ def test_an_emptied_store_leaves_the_workers_what_they_have():
         ),
     ],
 )
-def test_what_is_wrong_with_stores_is_said_in_one_line(given, message):
+def test_a_wrong_description_of_stores_is_refused_in_one_line(given, message):
     with pytest.raises(ValueError) as error:
         read_stores(given)
     assert str(error.value) == message

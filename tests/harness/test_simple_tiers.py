@@ -1,4 +1,4 @@
-"""A harness whose workers have vLLM's `SimpleCPUOffloadConnector`: a pool of blocks below the device."""
+"""Workers with vLLM's `SimpleCPUOffloadConnector`: a pool of blocks below the device."""
 
 from random import Random
 
@@ -21,7 +21,7 @@ def harness(tiers, **more):
 @pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("tiers", FORMS, ids=str)
 @each_parameter
-def test_what_events_say_is_what_device_and_pool_hold(tiers, seed):
+def test_events_describe_exactly_what_device_and_pool_hold(tiers, seed):
     kv = harness(tiers)
     worker = kv.worker(0)
     traffic(worker, seed)
@@ -36,7 +36,7 @@ def test_what_events_say_is_what_device_and_pool_hold(tiers, seed):
 
 @pytest.mark.parametrize("tiers", [{}, {"lazy": True, "host": 40}], ids=str)
 @each_parameter
-def test_the_reference_answers_as_the_engine_would(tiers):
+def test_the_reference_returns_what_the_engine_would_reuse(tiers):
     kv = harness(tiers)
     worker = kv.worker(0)
     for seed in range(3):
@@ -49,7 +49,7 @@ def test_the_reference_answers_as_the_engine_would(tiers):
 @pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("lazy", [False, True])
 @each_parameter
-def test_an_engine_in_time_serves_all_and_every_event_is_right(lazy, seed):
+def test_an_engine_in_virtual_time_completes_all_requests_and_every_event_is_right(lazy, seed):
     rng, kv = Random(seed), harness({"host": 64, "lazy": lazy}, num_blocks=24)
     engine = kv.engine(0)
     for _ in range(40):
@@ -64,7 +64,7 @@ def test_an_engine_in_time_serves_all_and_every_event_is_right(lazy, seed):
     assert list(kv.events.errors) == []
 
 
-def test_what_the_device_has_lost_comes_back_from_the_pool():
+def test_blocks_evicted_from_the_device_are_loaded_from_the_pool():
     worker = harness({"host": 40}).worker(0)
     worker.serve([*range(32)], 1)
     worker.tick(worker.now + 100)
@@ -76,8 +76,8 @@ def test_what_the_device_has_lost_comes_back_from_the_pool():
         assert (request.cached_tokens, request.onboarded_tokens) == (32, 32 - device)
 
 
-def test_the_device_evicts_heads_before_tails_and_no_rule_is_broken():
-    """What was copied is free block by block, from the head on."""
+def test_the_device_evicts_heads_before_tails_and_breaks_no_rule():
+    """Copied blocks become free one by one, from the head on."""
     kv = harness({"host": 40})
     worker = kv.worker(0)
     with worker.prefill([*range(24)]):
@@ -91,7 +91,7 @@ def test_the_device_evicts_heads_before_tails_and_no_rule_is_broken():
     assert list(kv.events.errors) == []
 
 
-def test_a_lazy_pool_that_is_smaller_than_the_device_never_rests():
+def test_a_lazy_pool_smaller_than_the_device_never_stops_copying():
     groups = [CacheGroup("full_attention", 4)]
     backend = BACKENDS["vllm"].variant("vllm_small_steps", groups=groups, max_num_batched_tokens=4)
     worker = harness({"lazy": True, "host": 3}, backend=backend).worker(0)
@@ -111,6 +111,6 @@ def test_a_lazy_pool_that_is_smaller_than_the_device_never_rests():
     ],
 )
 @each_parameter
-def test_what_it_has_not_is_refused(tiers, text):
+def test_options_that_the_simple_connector_lacks_are_refused(tiers, text):
     with pytest.raises(ValueError, match=text):
         harness(tiers)

@@ -1,4 +1,4 @@
-"""A sink that is given tokens: names that contradict them are a warning, and an error where names are declared."""
+"""Sinks that receive tokens: names that contradict the tokens are a warning, or an error with a declared chain."""
 
 import pytest
 from depth import each_parameter
@@ -23,7 +23,7 @@ def vllm_names(seed="0"):
 
 
 def published(*steps, **declared):
-    """What the sink's events came to: rule, whether it is an error, and what was observed."""
+    """Publish the steps to a sink; return of each problem its rule, whether it is an error, and what was observed."""
     kv = RouterHarness(EngineProfile(block_size=4), backend=None)
     sink = kv.make_sink(**declared)
     for names, local, extra in steps:
@@ -50,28 +50,28 @@ RIGHT = {
 
 @pytest.mark.parametrize("steps", WRONG.values(), ids=WRONG)
 @each_parameter
-def test_names_that_contradict_what_comes_with_them_are_a_warning(steps):
+def test_names_that_contradict_the_tokens_of_an_event_are_a_warning(steps):
     assert ("wrong_hash", False) in [found[:2] for found in published(*steps)]
 
 
 @pytest.mark.parametrize("steps", RIGHT.values(), ids=RIGHT)
 @each_parameter
-def test_names_that_nobody_can_compute_or_that_follow_are_none(steps):
+def test_names_that_follow_from_the_tokens_or_cannot_be_computed_are_right(steps):
     assert [found for found in published(*steps) if found[0] == "wrong_hash"] == []
 
 
 @pytest.mark.parametrize("name", ["hashes of the base model", "names of the base model"])
 @each_parameter
-def test_with_a_declared_chain_they_are_an_error(name):
+def test_with_a_declared_chain_contradicting_names_are_an_error(name):
     assert ("wrong_hash", True) in [found[:2] for found in published(*WRONG[name], chained=True)]
 
 
-def test_without_one_they_are_not_looked_at():
+def test_with_chained_false_names_are_not_checked():
     assert published(*WRONG["hashes of the base model"], chained=False) == []
 
 
-def test_of_an_adapter_a_declared_hash_says_what_its_names_are_not():
-    """Its path is hashed and in no event, so that what they should be is not known."""
+def test_with_a_declared_hash_adapter_blocks_must_not_have_the_names_of_the_base_model():
+    """The adapter's path is hashed and is in no event, so the right name is unknown."""
     steps = [(vllm_names(), ADAPTER, LORA)]
     (problem,) = published(*steps, hash="sha256_cbor", seed="0")
     assert problem[:2] == ("wrong_hash", True)

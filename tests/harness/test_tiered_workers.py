@@ -1,4 +1,4 @@
-"""Workers of a harness with host memory below the device: what is judged of it, and what ends transfers under way."""
+"""Workers of a harness with host memory below the device: the verdict, and what ends transfers under way."""
 
 import math
 
@@ -30,14 +30,14 @@ A, B, C = (list(range(start, start + 24)) for start in (0, 100, 200))
 
 
 def harness(host=64, num_blocks=8, backend="lineage", index=None, *, workers=1, chunk=None, **tiers):
-    """A harness whose blocks take a millisecond each, alone on the link."""
+    """Return a harness whose blocks take a millisecond each when the link is otherwise idle."""
     tiers = {"host": host, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
     profile = EngineProfile(block_size=SIZE, num_blocks=num_blocks, workers=workers, chunk=chunk, tiers=tiers)
     return RouterHarness(profile, backend, index)
 
 
 def blocks(tokens):
-    """Prompts of one block each."""
+    """Return prompts of one block each."""
     return [[token] * SIZE for token in tokens]
 
 
@@ -45,7 +45,7 @@ def by_hand(*numbers, tier, worker_id=0, event_id):
     return RouterEvent(worker_id, KvCacheEvent(event_id, Stored(None, numbers, numbers)), tier)
 
 
-def test_a_worker_offloads_and_the_router_sees_both_tiers():
+def test_a_worker_offloads_and_overlap_shows_both_tiers():
     with harness(index=PlainTiers()) as kv:
         worker = kv.worker(0)
         worker.serve(A)
@@ -57,7 +57,7 @@ def test_a_worker_offloads_and_the_router_sees_both_tiers():
         kv.assert_in_sync()
 
 
-def test_host_memory_that_is_too_full_is_reported():
+def test_a_host_over_its_capacity_is_reported():
     kv = harness(host=2)
     kv.apply(by_hand(1, 2, 3, tier=HOST, event_id=0))
     (problem, *_) = kv.judge().errors
@@ -66,7 +66,7 @@ def test_host_memory_that_is_too_full_is_reported():
     assert problem.expected == "the engine has 2 blocks there; what it evicts is published as Removed"
 
 
-def test_what_the_host_does_not_hold_is_drift():
+def test_a_published_block_that_the_host_does_not_hold_is_drift():
     kv = harness()
     kv.worker(0).serve(A)
     kv.apply(by_hand(1, tier=HOST, event_id=kv.by_hand.next_id(0, 0)))
@@ -75,13 +75,13 @@ def test_what_the_host_does_not_hold_is_drift():
     assert problem.observed.startswith("the engine does not hold block 1 in host_pinned; ")
 
 
-def test_what_the_host_holds_without_a_stored_is_drift():
+def test_a_block_on_the_host_without_a_stored_is_drift():
     kv = harness()
     worker = kv.worker(0)
     worker.serve(A)
     worker.serve(B)
     kv.flush()
-    # As if the engine had copied one more block and had not said so.
+    # As if the engine had copied one more block without publishing it.
     host = worker.manager.offload._host
     host.register(host.allocate(1)[0], [77], [77 << 64])
     (problem,) = kv.judge().errors
@@ -93,11 +93,11 @@ def test_what_the_host_holds_without_a_stored_is_drift():
 
 
 def sent_twice(kv):
-    """Have the device evict A twice before its first copy has arrived, so that the second arrives without a Stored."""
+    """Let the device evict A again before its first copy has arrived: the second arrives without a Stored."""
     worker, (x, a, c, d, e) = kv.worker(0), blocks([1, 2, 3, 4, 5])
     worker.serve(x)
     worker.serve(a)
-    for prompt in (c, d):  # x travels, a waits
+    for prompt in (c, d):  # x is being copied, a waits
         with pytest.raises(WouldWait):
             worker.prefill(prompt, wait=False)
     worker.tick(1)
@@ -109,7 +109,7 @@ def sent_twice(kv):
     return worker, a
 
 
-def test_a_block_that_was_evicted_again_on_its_way_may_be_on_the_host_without_a_stored():
+def test_a_block_evicted_again_during_its_copy_may_be_on_the_host_without_a_stored():
     kv = harness(host=1, num_blocks=2)
     worker, a = sent_twice(kv)
     (block,) = worker.manager.resident(HOST)
@@ -119,7 +119,7 @@ def test_a_block_that_was_evicted_again_on_its_way_may_be_on_the_host_without_a_
     assert kv.judge().errors == []
 
 
-def test_its_removed_is_no_error_either():
+def test_the_removed_of_a_block_that_was_copied_twice_is_no_error():
     kv = harness(host=1, num_blocks=2)
     worker, a = sent_twice(kv)
     (block,) = worker.manager.resident(HOST)
@@ -134,7 +134,7 @@ def test_its_removed_is_no_error_either():
     assert kv.judge().errors == []
 
 
-def test_no_other_removed_without_a_stored_is_excused():
+def test_a_removed_without_a_stored_of_another_block_is_an_error():
     kv = harness(host=1, num_blocks=2)
     worker, _ = sent_twice(kv)
     (block,) = worker.manager.resident(HOST)
@@ -147,7 +147,7 @@ def test_no_other_removed_without_a_stored_is_excused():
 
 
 def under_way(kv):
-    """A worker with blocks on both tiers, and transfers in both directions."""
+    """Return a worker with blocks on both tiers and transfers in both directions."""
     worker = kv.worker(0)
     worker.serve(A)
     worker.serve(B)
@@ -171,7 +171,7 @@ ENDS = {
 
 @pytest.mark.parametrize("index", [None, PlainTiers])
 @pytest.mark.parametrize("end", ENDS.values(), ids=ENDS)
-def test_transfers_under_way_are_cancelled_and_the_host_is_emptied(end, index):
+def test_a_restart_or_removal_cancels_transfers_and_empties_the_host(end, index):
     kv = harness(index=index and index())
     worker = under_way(kv)
     end(kv, worker)
@@ -187,7 +187,7 @@ def test_transfers_under_way_are_cancelled_and_the_host_is_emptied(end, index):
     assert kv.judge().errors == []
 
 
-def test_the_manager_of_a_worker_that_restarted_publishes_nothing_more():
+def test_the_old_manager_of_a_restarted_worker_publishes_nothing():
     kv = harness()
     worker = under_way(kv)
     old = worker.manager
@@ -197,7 +197,7 @@ def test_the_manager_of_a_worker_that_restarted_publishes_nothing_more():
     assert (total, []) == (kv.events.total, list(old.resident(HOST)))
 
 
-def test_a_removed_worker_keeps_what_is_on_its_device():
+def test_a_removed_worker_keeps_the_blocks_of_its_device():
     kv = harness()
     worker = under_way(kv)
     before = set(worker.manager.resident())
@@ -205,7 +205,7 @@ def test_a_removed_worker_keeps_what_is_on_its_device():
     assert before == set(worker.manager.resident())
 
 
-def test_a_worker_that_is_not_cleared_keeps_its_transfers():
+def test_a_worker_whose_clear_fails_keeps_its_transfers():
     kv = harness()
     worker = under_way(kv)
     with worker.prefill(A):
@@ -219,7 +219,7 @@ def test_a_worker_that_is_not_cleared_keeps_its_transfers():
 
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "mocker_sglang_1_6"])
-def test_other_backends_refuse_tiers_in_one_line(backend, workers):
+def test_backends_without_tiers_refuse_them_in_one_line(backend, workers):
     with pytest.raises(ValueError) as error:
         harness(backend=backend, workers=workers)
     assert (
@@ -228,14 +228,14 @@ def test_other_backends_refuse_tiers_in_one_line(backend, workers):
     )
 
 
-def test_a_worker_with_another_backend_refuses_tiers_and_is_not_made():
+def test_a_worker_of_a_backend_without_tiers_is_refused_and_not_made():
     kv = harness()
     with pytest.raises(ValueError, match="backend 'hash_cache' takes no tiers"):
         kv.worker(1, backend="hash_cache")
     assert list(kv.workers) == [0]
 
 
-def test_each_rank_has_a_host_of_its_own():
+def test_each_rank_has_its_own_host():
     kv = RouterHarness(EngineProfile(block_size=SIZE, num_blocks=8, dp_size=2, tiers={"host": 64}))
     for rank in (0, 1):
         kv.worker(0, dp_rank=rank).serve(A)
@@ -244,7 +244,7 @@ def test_each_rank_has_a_host_of_its_own():
     kv.assert_in_sync()
 
 
-def test_slots_that_are_lost_to_the_pins_of_a_swap_in_raise_by_name():
+def test_slots_lost_to_pinned_blocks_of_a_swap_in_raise_slots_lost():
     kv = harness(host=1, num_blocks=6)
     worker = kv.worker(0)
     worker.serve(A[:4])
@@ -261,12 +261,12 @@ def test_without_prefix_caching_nothing_is_published_in_any_tier():
             assert served.cached_tokens == 0
         assert (kv.events.total, kv.overlap(A, tier=None)) == (0, {})
         assert kv.worker(0).cached_tokens(A, tier="host") == 0
-        assert kv.worker(0).manager.resident(HOST)  # what is evicted travels all the same
+        assert kv.worker(0).manager.resident(HOST)  # evicted blocks are copied in any case
         assert kv.worker(0).now > 0
 
 
 @pytest.mark.parametrize("tier", [DISK, EXTERNAL])
-def test_further_tiers_are_fed_by_a_sink_and_by_hand(tier):
+def test_sinks_and_hand_made_events_can_fill_further_tiers(tier):
     with harness() as kv:
         kv.worker(0).serve(A[:8])
         sink = kv.make_sink(tier_blocks={tier: 4})
@@ -282,8 +282,8 @@ def test_further_tiers_are_fed_by_a_sink_and_by_hand(tier):
         kv.assert_in_sync()
 
 
-def test_lru_evicts_parents_first_after_a_swap_in_and_that_is_its_own_doing():
-    """A pin that is dropped frees blocks head first, as in the original."""
+def test_lru_evicts_parents_first_after_a_swap_in_which_is_an_engines_own_warning():
+    """A dropped pin frees blocks head first, as in the original."""
     kv = harness(num_blocks=4, backend="lru")
     worker = kv.worker(0)
     worker.serve(A[:12])
@@ -387,7 +387,7 @@ TIERS = st.builds(
 
 
 class Seen:
-    """What the events of one worker say, and which blocks have left the device and not yet the host."""
+    """Blocks of one worker according to its events, and the blocks that are between device and host."""
 
     def __init__(self, kv, worker):
         self.kv, self.worker = kv, worker
@@ -416,7 +416,7 @@ class Seen:
         manager, silent = self.worker.manager, self.worker.unpublished(HOST)
         assert self.held[DEVICE] == set(manager.resident())
         assert self.held[HOST] == {block for block in manager.resident(HOST) if block not in silent}
-        assert manager.offload.lost_blocks == manager.offload.lost_to_pins  # a batch fits, by its default
+        assert manager.offload.lost_blocks == manager.offload.lost_to_pins  # a batch fits by default
         assert len(manager.active_blocks) + manager.num_outside <= manager.num_active_blocks <= manager.num_blocks
 
     def check_end(self):
@@ -431,7 +431,7 @@ class Seen:
 
 
 def step(kv, worker, what, which, length):
-    """Do one thing; returns whether the worker begins anew."""
+    """Do one step; return whether the worker starts again."""
     if what in ("prefill", "prefill_or_not"):
         request = worker.prefill([which] * length, wait=what == "prefill")
         assert 0 <= request.onboarded_tokens <= request.cached_tokens
@@ -479,7 +479,7 @@ def play(kv, steps, *, looks=True):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(STEPS, TIERS, st.integers(4, 12), st.sampled_from([None, 3, 8]))
-def test_random_traffic_loses_no_slot_and_no_block_and_ends_in_sync(backend, steps, tiers, num_blocks, chunk):
+def test_random_traffic_over_a_host_loses_no_slot_or_block_and_ends_in_sync(backend, steps, tiers, num_blocks, chunk):
     kv = harness(backend=backend, num_blocks=num_blocks, workers=2, chunk=chunk, index=PlainTiers(), **tiers)
     seen = play(kv, steps)
     for number, each in seen.items():
@@ -495,7 +495,7 @@ def test_random_traffic_loses_no_slot_and_no_block_and_ends_in_sync(backend, ste
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @given(STEPS, TIERS, st.integers(4, 12))
-def test_with_faults_only_these_are_reported(backend, steps, tiers, num_blocks):
+def test_with_random_faults_all_errors_are_attributed_to_them(backend, steps, tiers, num_blocks):
     kv = harness(backend=backend, num_blocks=num_blocks, workers=2, **tiers)
     kv.faults.at_random({"lose": 0.05, "double": 0.05})
     play(kv, steps, looks=False)
@@ -503,7 +503,7 @@ def test_with_faults_only_these_are_reported(backend, steps, tiers, num_blocks):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_trace_ends_in_sync_and_reuses_more_than_without_a_host(backend):
+def test_a_trace_ends_in_sync_and_reuses_more_with_a_host_than_without(backend):
     reused = []
     for tiers in (None, Tiers(host=400)):
         profile = EngineProfile(block_size=512, num_blocks=150, tiers=tiers)
@@ -523,7 +523,7 @@ def test_a_trace_ends_in_sync_and_reuses_more_than_without_a_host(backend):
 
 @whole_trace
 def test_a_published_trace_ends_in_sync(traces_dir):
-    """The same requests, and the same blocks reused, as by a worker alone (`test_tiered_worker.py`)."""
+    """The same requests and the same reused blocks as of a worker alone (`test_tiered_worker.py`)."""
     profile = EngineProfile(block_size=512, num_blocks=1000, tiers={"host": 4000})
     with RouterHarness(profile, sync="end") as kv:
         worker, blocks = kv.worker(0), 0
@@ -541,7 +541,7 @@ def test_a_published_trace_ends_in_sync(traces_dir):
     prompts=st.lists(st.tuples(st.integers(0, 3), st.integers(1, 10)), min_size=3, max_size=25),
 )
 def test_a_host_of_twice_the_device_loses_no_slots(num_blocks, backend, prompts):
-    """As the message of lost slots says."""
+    """This is what the message of lost slots recommends."""
     kv = harness(host=2 * num_blocks, num_blocks=num_blocks, backend=backend)
     worker = kv.worker(0)
     for root, blocks in prompts:

@@ -1,4 +1,4 @@
-"""Tiers in a harness: overlap by tier, an index under test that tells tiers apart, and one that does not."""
+"""Tiers in a harness: overlap by tier, and indexes under test with and without tiers."""
 
 import asyncio
 
@@ -26,7 +26,7 @@ DEVICE, HOST, DISK, EXTERNAL = StorageTier
 
 
 def chain(first, last=None):
-    """Blocks under the one before the first, each by its number, with that number as local hash."""
+    """Return a Stored of numbered blocks under the block before the first; each local hash is the number."""
     numbers = tuple(range(first, (last or first) + 1))
     return Stored(first - 1 or None, numbers, numbers)
 
@@ -47,7 +47,7 @@ PROMPT = Prompt(hashes=[1, 2, 3, 4, 5, 6])
 
 
 class Tiered:
-    """An index that tells tiers apart, right by itself; what a test makes it answer comes first."""
+    """A right index with tiers; answers given by a test come first."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -73,7 +73,7 @@ class AsyncTiered(Tiered):
 
 
 class DeviceOnly:
-    """An index that says nothing of other tiers."""
+    """An index of the device only."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -90,7 +90,7 @@ class DeviceOnly:
 
 
 @pytest.mark.parametrize("index", [None, Tiered, Both, RadixIndex])
-def test_the_overlap_of_a_tier_is_what_it_adds_to_the_faster_ones(index):
+def test_the_overlap_of_a_tier_counts_blocks_beyond_the_faster_tiers(index):
     kv, sink = harness(index and index())
     play(sink, *OFFLOADED)
     worker = sink.worker_id
@@ -107,7 +107,7 @@ def test_the_overlap_of_a_tier_is_what_it_adds_to_the_faster_ones(index):
     assert kv.judge().errors == []
 
 
-def test_ranks_are_named_as_in_overlap():
+def test_overlap_by_tier_names_ranks_like_overlap_without_a_tier():
     kv, sink = harness()
     for event_id, (data, rank, tier) in enumerate(
         [(chain(1, 2), 0, DEVICE), (chain(1, 2), 1, DEVICE), (chain(3), 1, HOST)]
@@ -117,7 +117,7 @@ def test_ranks_are_named_as_in_overlap():
     assert (kv.overlap(PROMPT), list(kv.overlap(PROMPT))[1:]) == (by_tier[DEVICE], list(by_tier[HOST]))
 
 
-def test_an_unknown_tier_is_refused_and_the_known_ones_are_named():
+def test_an_unknown_tier_is_refused_with_the_known_names():
     kv, _ = harness()
     with pytest.raises(
         ValueError, match=r"unknown tier 'host_pined'; did you mean 'host_pinned'\? known: device, host_pinned, disk"
@@ -131,7 +131,7 @@ SHORT = {"host": HOST, "g1": DEVICE, "g2": HOST, "g3": DISK, "g4": EXTERNAL}
 
 
 @pytest.mark.parametrize(("name", "tier"), [*SHORT.items(), *((tier.value, tier) for tier in StorageTier)])
-def test_events_with_a_tier_by_name_are_those_of_the_tier(name, tier):
+def test_an_event_may_name_its_tier_by_a_string(name, tier):
     index = Tiered()
     kv, sink = harness(index)
     sink(chain(1), name)
@@ -169,7 +169,7 @@ def test_an_event_with_an_unknown_tier_is_refused_before_it_is_logged(name, text
     kv.assert_in_sync()
 
 
-def test_an_index_takes_and_gives_tiers_by_their_short_names():
+def test_an_index_accepts_short_names_of_tiers():
     index = RadixIndex(count_copies=True)
     index.apply(RouterEvent(0, KvCacheEvent(0, chain(1)), "host"))
     assert index.find_tiered([1]) == {HOST: {(0, 0): 1}}
@@ -180,7 +180,7 @@ def test_an_index_takes_and_gives_tiers_by_their_short_names():
         index.apply(RouterEvent(0, KvCacheEvent(2, chain(1)), "hots"))
 
 
-def test_an_index_without_tiers_is_asked_for_the_device_alone():
+def test_an_index_without_tiers_is_queried_for_the_device_only():
     kv, sink = harness(DeviceOnly())
     play(sink, *OFFLOADED)
     assert {sink.worker_id: 2} == kv.overlap(PROMPT)
@@ -192,7 +192,7 @@ def test_an_index_without_tiers_is_asked_for_the_device_alone():
     assert kv.judge().errors == []
 
 
-def test_an_async_index_is_awaited():
+def test_an_async_index_with_tiers_is_awaited():
     kv, sink = harness(AsyncTiered())
     play(sink, *OFFLOADED)
 
@@ -210,7 +210,7 @@ def test_an_async_index_is_awaited():
     assert kv.judge().errors == []
 
 
-def test_an_index_must_answer_in_some_way():
+def test_an_index_without_any_lookup_method_is_refused():
     class Silent:
         def apply(self, event): ...
 
@@ -234,7 +234,7 @@ def test_an_index_must_answer_in_some_way():
     ],
 )
 @pytest.mark.parametrize("by_rank", [True, False])
-def test_a_wrong_answer_names_the_tier(kind, tiers, observed, expected, by_rank):
+def test_a_drift_names_the_tier_of_the_wrong_answer(kind, tiers, observed, expected, by_rank):
     index = kind()
     kv, sink = harness(index)
     play(sink, *OFFLOADED[:2])
@@ -246,7 +246,7 @@ def test_a_wrong_answer_names_the_tier(kind, tiers, observed, expected, by_rank)
     assert (problem.expected, problem.rule) == (expected, "index_drift")
 
 
-def test_the_text_says_where_the_block_went():
+def test_a_drift_names_the_tier_in_which_the_block_was_stored():
     index = Tiered()
     kv, sink = harness(index)
     play(sink, chain(1, 2), (chain(2), HOST))
@@ -262,7 +262,7 @@ def test_the_text_says_where_the_block_went():
     )
 
 
-def test_the_text_counts_a_location_as_what_stores_a_block():
+def test_a_drift_counts_a_located_event_as_storing_the_block():
     index = Tiered()
     kv, sink = harness(index)
     play(sink, chain(1, 2), (Located((2,)), HOST))
@@ -273,7 +273,7 @@ def test_the_text_counts_a_location_as_what_stores_a_block():
     assert problem.expected == "1 block, as the reference index returned"
 
 
-def test_a_stale_block_of_the_host_is_found_by_its_removed():
+def test_a_stale_host_block_is_found_at_its_removed():
     class Forgets(Tiered):
         def apply(self, event):
             if event.storage_tier is DEVICE or not isinstance(event.event.data, Removed):
@@ -287,7 +287,7 @@ def test_a_stale_block_of_the_host_is_found_by_its_removed():
     assert problem.observed.endswith("block 3 was removed from host_pinned by event 2; in no tier since")
 
 
-def test_blocks_that_a_cleared_left_on_the_host_are_found():
+def test_host_blocks_that_an_index_keeps_after_a_cleared_are_found():
     class KeepsHost(Tiered):
         def apply(self, event):
             if not isinstance(event.event.data, Cleared):
@@ -327,18 +327,18 @@ class DropsBelow(Tiered):
         ([chain(1, 2), (Stored(3, (9,), (9,)), HOST), (chain(5), HOST), (chain(4), HOST), (chain(3), HOST)], 3),
     ],
 )
-def test_a_block_that_came_below_the_device_before_its_parent_is_missed_at_the_event_that_links_it(shows, matched):
+def test_a_missing_block_stored_before_its_parent_is_found_at_the_event_that_links_it(shows, matched):
     kv = RouterHarness(backend=None, index=DropsBelow(), sync="every")
     sink = kv.make_sink()
     play(sink, *shows, *(Stored(None, (i,), (i,)) for i in range(100, 120)))
-    problem, *_ = kv.judge().errors  # at the end, what is on other chains
+    problem, *_ = kv.judge().errors  # the last ones are of other chains
     assert ("index_drift", len(shows) - 1) == (problem.rule, problem.event_id)
     assert f"on a {matched + 1}-block prefix" in problem.observed
     assert f"(ends in {matched + 1}); block {matched + 1} was stored in " in problem.observed
 
 
-def test_blocks_below_one_that_was_removed_are_asked_for_too():
-    """The host went on from block 2 of the device; an index that finds block 3 by itself still counts it."""
+def test_blocks_below_a_removed_one_are_looked_up_too():
+    """The host holds the block after block 2 of the device; an index that finds block 3 without 2 still counts it."""
 
     class FindsByItself(Tiered):
         def find_tiered(self, local_hashes):
@@ -354,7 +354,7 @@ def test_blocks_below_one_that_was_removed_are_asked_for_too():
     assert (problem.event_id, problem.storage_tier, problem.blocks) == (2, HOST, (3,))
 
 
-def test_an_index_of_the_device_alone_is_not_asked_for_blocks_below():
+def test_an_index_of_only_the_device_is_not_queried_for_blocks_below_it():
     class Asked(DeviceOnly):
         lengths = ()
 
@@ -365,10 +365,10 @@ def test_an_index_of_the_device_alone_is_not_asked_for_blocks_below():
     index = Asked()
     kv = RouterHarness(backend=None, index=index, sync="every")
     play(kv.make_sink(), (chain(3, 4), HOST), chain(1, 2))
-    assert index.lengths == (2, 2, 1, 2, 2, 1)  # each chain, with its first block exchanged, and without it
+    assert index.lengths == (2, 2, 1, 2, 2, 1)  # each chain, with another first block, and without its first block
 
 
-def test_an_index_with_both_methods_must_be_right_in_both():
+def test_an_index_with_find_matches_and_find_tiered_must_be_right_in_both():
     class Stale(Both):
         def find_matches(self, local_hashes):
             return {}
@@ -378,7 +378,7 @@ def test_an_index_with_both_methods_must_be_right_in_both():
     assert [problem.observed[:28] for problem in kv.judge().errors] == ["find_matches() of your index"]
 
 
-def test_tiers_are_asked_for_from_the_first_event_below_the_device_on():
+def test_tiers_are_looked_up_from_the_first_event_below_the_device_on():
     index = Both()
     kv, sink = harness(index)
     play(sink, chain(1, 2))
@@ -411,7 +411,7 @@ def test_tiers_are_asked_for_from_the_first_event_below_the_device_on():
         ({0: 1}, r"find_tiered\(\) of Tiered returned the key 0 in place of a tier; expected a mapping of tiers to"),
     ],
 )
-def test_an_answer_that_cannot_be_read_is_an_index_failure(answer, observed):
+def test_an_unreadable_tiered_answer_is_an_index_failure(answer, observed):
     class Odd(Tiered):
         def find_tiered(self, local_hashes):
             return answer
@@ -424,7 +424,7 @@ def test_an_answer_that_cannot_be_read_is_an_index_failure(answer, observed):
     assert {problem.rule for problem in kv.judge().errors} == {"index_failure"}
 
 
-def test_an_answer_with_tiers_by_name_and_zeros_is_read():
+def test_a_tiered_answer_may_have_tier_names_and_zeros():
     index = Tiered()
     kv, sink = harness(index)
     play(sink, chain(1), (chain(2), HOST))
@@ -433,15 +433,15 @@ def test_an_answer_with_tiers_by_name_and_zeros_is_read():
     assert {DEVICE: {worker: 1}, HOST: {worker: 1}} == kv.overlap(Prompt(hashes=[1, 2, 3]), tier=None)
 
 
-def test_below_any_tier_that_differs_nothing_is_looked_at():
-    """A host that is right is no proof of what goes on from a device that is not."""
+def test_tiers_below_a_differing_tier_are_not_compared():
+    """A right answer for the host proves nothing if the device, from which it continues, is wrong."""
     answer, expected = {DEVICE: {(0, 0): 1}, DISK: {(0, 0): 1}}, {DEVICE: {(0, 0): 2}}
     assert difference_below(answer, expected, ()) is None
     assert (DISK, 0, 0, 1, range(1)) == difference_below(answer, {DEVICE: {(0, 0): 1}}, ())
 
 
-def test_below_a_device_that_may_differ_any_extension_is_right():
-    """An orphan of the device: one index matches it, another does not, and the host goes on from either end."""
+def test_any_continuation_on_the_host_is_right_if_the_answers_for_the_device_may_differ():
+    """An orphan on the device: one index matches it, another does not; the host continues from either end."""
     index = Both()
     kv = RouterHarness(backend=None, index=index)
     sink = kv.make_sink(prefix_closed=False)
@@ -472,28 +472,28 @@ def test_a_sink_has_a_capacity_for_each_tier():
         ({"device": 1}, "make_kv_sink: tier_blocks: the blocks of the device are num_blocks"),
     ],
 )
-def test_a_capacity_that_is_none_is_refused(tier_blocks, message):
+def test_an_invalid_tier_capacity_is_refused(tier_blocks, message):
     with pytest.raises(ValueError, match=message):
         RouterHarness(backend=None).make_sink(tier_blocks=tier_blocks)
     with pytest.raises(TypeError, match="tier_blocks must be a mapping of tiers to numbers of blocks, got 4"):
         RouterHarness(backend=None).make_sink(tier_blocks=4)
 
 
-def test_an_event_of_another_worker_by_hand_is_judged_by_tier_too():
+def test_a_hand_made_event_of_another_tier_is_no_duplicate():
     kv = RouterHarness()
     kv.apply([Stored(None, (5,), (5,))])
     kv.apply(RouterEvent(0, next(iter(kv.events)).event.event, HOST))
-    assert [problem.rule for problem in kv.events.problems] == ["event_id_gap"]  # and no duplicate
+    assert [problem.rule for problem in kv.events.problems] == ["event_id_gap"]  # and no duplicate_store
 
 
-def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
+def test_a_worker_is_compared_in_each_tier_with_a_known_capacity():
     kv = RouterHarness()
     worker = kv.worker(0)
     kv._judge.open(Opened((0, 0), 0, StreamSpec(num_blocks=8, tier_blocks={HOST: 4})))
     worker.serve(kv.prompt(1))
     sink = worker.manager.sink
     sink.publish(KvCacheEvent(1, chain(1)), HOST)
-    sink.publish(KvCacheEvent(2, chain(1)), DISK)  # of which nothing is known
+    sink.publish(KvCacheEvent(2, chain(1)), DISK)  # without a known capacity
     (problem,) = kv.judge().errors
     assert (problem.rule, problem.storage_tier) == ("engine_drift", HOST)
     assert problem.observed.startswith(
@@ -505,7 +505,7 @@ def test_a_worker_is_compared_in_each_tier_that_is_known_of_it():
 
 
 class OfTokens:
-    """An index of tokens that tells tiers apart, of adapters too."""
+    """An index by tokens with tiers and adapters."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -546,7 +546,7 @@ def serve_over_a_host(kv):
 
 
 @pytest.mark.parametrize("index", [OfTokens, OfTokensAndHashes, PlainByHashes])
-def test_an_index_of_tokens_may_tell_tiers_apart(index):
+def test_an_index_by_tokens_may_have_tiers(index):
     profile = EngineProfile(block_size=4, num_blocks=6, tiers={"host": 32})
     with RouterHarness(profile, "lru", index()) as kv:
         asked = serve_over_a_host(kv)
@@ -554,7 +554,7 @@ def test_an_index_of_tokens_may_tell_tiers_apart(index):
         assert kv.overlap(Prompt(asked.tokens), tier=None) == {}
 
 
-def test_an_index_of_tokens_is_compared_tier_by_tier():
+def test_an_index_by_tokens_is_compared_tier_by_tier():
     profile = EngineProfile(block_size=4, num_blocks=6, tiers={"host": 32})
     kv = RouterHarness(profile, "lru", ForgetsTheHost())
     serve_over_a_host(kv)
@@ -564,7 +564,7 @@ def test_an_index_of_tokens_is_compared_tier_by_tier():
 
 
 @pytest.mark.parametrize("index", [OfTokens, PlainByHashes])
-def test_an_index_that_tells_tiers_apart_by_tokens_is_served_no_prompt_of_hashes(index):
+def test_a_prompt_of_hashes_is_refused_for_a_tiered_index_by_tokens(index):
     kv = RouterHarness(EngineProfile(block_size=4), "lru", index())
     with pytest.raises(
         ValueError, match=r"takes tokens \(match_tiered\), .* or give the index a find_tiered\(local_hashes\)"
@@ -572,7 +572,7 @@ def test_an_index_that_tells_tiers_apart_by_tokens_is_served_no_prompt_of_hashes
         kv.worker(0).serve(Prompt(hashes=[1, 2]))
 
 
-def test_a_harness_made_by_hand_has_traits_in_one_call():
+def test_a_profile_returns_the_traits_of_a_backend():
     profile = EngineProfile(block_size=4, tiers={"host": 64, "chunk": 2})
     traits = profile.traits("vllm")
     assert (traits.copies, traits.chunk, traits.clears_below) == (True, 2, False)

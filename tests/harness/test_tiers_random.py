@@ -1,6 +1,4 @@
-"""Random traffic over all tiers, of engines that keep the rules: nothing is wrong with it, and what is lost is one
-gap.
-"""
+"""Random traffic of right engines over all tiers: it has no errors, and lost events cause only gaps."""
 
 from random import Random
 
@@ -14,16 +12,14 @@ DEVICE, *BELOW = StorageTier
 
 
 class Engine:
-    """Holds blocks in four tiers: on the device it removes leaves first, below it stores and removes any, one by
-    one.
-    """
+    """Holds blocks in four tiers: the device removes leaves first, lower tiers store and remove any block singly."""
 
     def __init__(self, sink, rng):
         self.sink, self.rng = sink, rng
-        self.held = {tier: {} for tier in StorageTier}  # each block with the local hashes up to it
+        self.held = {tier: {} for tier in StorageTier}  # each block with the local hashes of its prefix
         for tier in StorageTier:
             sink.compare(lambda tier=tier: self.held[tier], storage_tier=tier)
-        self.store(DEVICE, [77], 0, 1)  # a first event that is lost leaves no gap: a sink's ids may begin anywhere
+        self.store(DEVICE, [77], 0, 1)  # a lost first event leaves no gap: ids of a sink may begin anywhere
 
     def store(self, tier, path, start, stop):
         blocks = sequence_hashes(path)
@@ -66,18 +62,18 @@ def verdict_on(seed, loses, **options):
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-def test_sound_traffic_over_all_tiers_is_in_sync(seed):
+def test_right_traffic_over_all_tiers_is_in_sync(seed):
     verdict = verdict_on(seed, loses=False)
     assert (verdict.errors, verdict.warnings) == ([], [])
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-def test_what_follows_from_lost_events_is_listed_under_the_gap_in_every_tier(seed):
+def test_errors_from_lost_events_are_listed_under_the_gap_in_every_tier(seed):
     verdict = verdict_on(seed, loses=True)
     assert {"event_id_gap"} >= {problem.rule for problem in verdict.errors}
 
 
 @pytest.mark.parametrize("seed", seeds(60))
-def test_an_index_that_does_not_survive_a_loss_is_wrong_because_of_it_in_every_tier(seed):
+def test_errors_of_an_index_that_does_not_survive_a_loss_are_attributed_to_it_in_every_tier(seed):
     verdict = verdict_on(seed, loses=True, survive=["lose"])
     assert {"lose"} >= {problem.fault and problem.fault.kind for problem in verdict.errors}

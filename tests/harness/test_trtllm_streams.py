@@ -1,4 +1,4 @@
-"""Streams of TensorRT-LLM under the verdict: clean traffic, spoilt streams, levels, and what is excused."""
+"""Streams of TensorRT-LLM under the verdict: clean traffic, corrupted streams, levels, and excused events."""
 
 from dataclasses import replace
 from random import Random
@@ -34,7 +34,7 @@ class WithoutUpdates(RadixIndex):
 
 
 def traffic(kv, rng, steps):
-    """Prompts of few tokens, so that they share beginnings within blocks; some stay open, some are preempted."""
+    """Serve short prompts that share prefixes within blocks; some stay open, some are preempted."""
     prompts, running, size = [], [], kv.profile.block_size
     for _ in range(steps):
         base = list(rng.choice(prompts)) if prompts and rng.random() < 0.7 else []
@@ -63,7 +63,7 @@ def test_clean_traffic_breaks_no_rule(spec, index, seed):
 
 
 class AsOnAWire:
-    """A sink that passes on all but what no wire has."""
+    """A sink that passes on events without `silently_gone`, which no wire has."""
 
     def __init__(self, sink):
         self.sink = sink
@@ -74,7 +74,7 @@ class AsOnAWire:
 
 
 @pytest.mark.parametrize("seed", seeds(20))
-def test_how_much_an_engine_holds_that_does_not_say_what_is_gone_is_not_judged(seed):
+def test_capacity_is_not_checked_if_an_engine_does_not_report_silently_removed_blocks(seed):
     def make(*, sink, **sizes):
         return TRTLLM.make(sink=sink and AsOnAWire(sink), **sizes)
 
@@ -85,7 +85,7 @@ def test_how_much_an_engine_holds_that_does_not_say_what_is_gone_is_not_judged(s
 
 @pytest.mark.parametrize("seed", seeds(10))
 @pytest.mark.parametrize("spec", [each for each in VARIANTS if "v2" in each.name], ids=lambda spec: spec.name)
-def test_engines_over_v2_end_all_requests_and_break_no_rule(spec, seed):
+def test_engines_over_v2_finish_all_requests_and_break_no_rule(spec, seed):
     rng = Random(f"{spec.name} {seed}")
     profile = EngineProfile(block_size=4, num_blocks=rng.choice([16, 24]), workers=1)
     with RouterHarness(profile, spec, RadixIndex(), sync="every") as kv:
@@ -100,7 +100,7 @@ def test_engines_over_v2_end_all_requests_and_break_no_rule(spec, seed):
 
 
 def by_hand(*data, index=None):
-    """A harness that was given these events of TensorRT-LLM."""
+    """Return a harness that received these events of TensorRT-LLM."""
     kv = RouterHarness(EngineProfile(block_size=4), None, index)
     sink = kv.make_sink(worker_id=70_000)
     for each in data:
@@ -113,7 +113,7 @@ def rules(kv):
     return [problem.rule for problem in kv.events.errors]
 
 
-def test_an_updated_moves_a_block_and_unlinks_nothing():
+def test_an_updated_moves_a_block_and_keeps_its_children():
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), Updated(2, levels=(0, 1)), Updated(3, priorities=(35, 80)))
     assert rules(kv) == []
     tiers = kv.inside.reference.find_tiered(LOCAL)
@@ -129,21 +129,21 @@ def test_an_updated_moves_a_block_and_unlinks_nothing():
     assert tiers == again.find_tiered(LOCAL)
 
 
-def test_a_block_on_the_host_comes_back_or_is_removed_there():
+def test_a_host_block_returns_to_the_device_or_is_removed_from_the_host():
     moved = Updated(3, levels=(0, 1))
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), moved, Updated(3, levels=(1, 0)), moved, Removed((3,)))
     assert rules(kv) == []
     assert kv.inside.reference.find_tiered(LOCAL) == {StorageTier.DEVICE: {(70_000, 0): 2}}
 
 
-def test_an_updated_of_what_is_not_held_is_an_error():
+def test_an_updated_of_an_unknown_block_is_an_error():
     kv = by_hand(Stored(None, (1, 2), LOCAL[:2]), Updated(9, levels=(0, 1)))
     assert rules(kv) == ["block_not_found"]
     assert kv.events.errors[0].expected == "an Updated names a block that is held"
 
 
-def test_a_leaf_that_its_engine_has_lost_may_be_stored_again():
-    """Its engine says so in process; on a wire nothing does, and any leaf may be one."""
+def test_a_leaf_that_its_engine_dropped_silently_may_be_stored_again():
+    """In process the engine reports it; on a wire nothing does, and any leaf may be dropped silently."""
     first, again = Stored(None, (1, 2, 3), LOCAL), Stored(2, (3,), LOCAL[2:])
     told = {"silently_gone": [3]}
     assert rules(by_hand((first, {"silently_gone": []}), (again, told))) == []
@@ -154,13 +154,13 @@ def test_a_leaf_that_its_engine_has_lost_may_be_stored_again():
     ] == ["duplicate_store"]
 
 
-def test_what_has_children_is_not_stored_again():
+def test_storing_a_block_with_children_again_is_a_duplicate():
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), Stored(1, (2,), LOCAL[1:2]))
     assert [problem.rule for problem in kv.events.problems] == ["duplicate_store"]
 
 
-def test_a_block_that_had_several_children_is_a_leaf_once_they_are_gone():
-    """Of two children one was removed, and the other went without a word before it did so itself."""
+def test_a_block_is_a_leaf_again_when_all_its_children_are_removed():
+    """Of two children one is removed and the other was dropped silently before."""
     told = {"silently_gone": []}
     forked = [(Stored(None, (1,), LOCAL[:1]), told), *((Stored(1, (name,), (name,)), told) for name in (2, 3))]
     again = Stored(None, (1,), LOCAL[:1])
@@ -170,20 +170,20 @@ def test_a_block_that_had_several_children_is_a_leaf_once_they_are_gone():
     assert [each.rule for each in kept] == ["duplicate_store"]
 
 
-def test_a_leaf_that_is_gone_may_be_left_behind():
+def test_a_silently_dropped_leaf_is_no_orphan():
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), (Removed((2,)), {"silently_gone": [3]}))
     assert [problem.rule for problem in kv.events.problems] == []
     kv = by_hand(Stored(None, (1, 2, 3), LOCAL), (Removed((2,)), {"silently_gone": []}))
     assert [problem.rule for problem in kv.events.problems] == ["orphaned_child"]
 
 
-def test_a_created_is_a_cleared():
+def test_a_created_event_counts_as_a_cleared():
     kv = by_hand(Stored(None, (1,), LOCAL[:1]), (Cleared(), {"blocks_per_level": (8, 0)}))
     assert kv.inside.reference.find_matches(LOCAL).scores == {}
 
 
 def spoilt(change):
-    """The rules that a stream of real traffic breaks, when one of its events was changed."""
+    """Return the rules that a stream of real traffic breaks after a change of its events."""
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16, workers=1), VARIANTS[1])
     traffic(kv, Random("spoilt"), 120)
     events = [entry.event for entry in kv.events]
@@ -192,15 +192,15 @@ def spoilt(change):
     return {problem.rule for problem in kv.events.problems}
 
 
-def test_the_stream_itself_breaks_none():
+def test_the_unchanged_stream_breaks_no_rule():
     assert set() == spoilt(list)
 
 
 @pytest.mark.parametrize("kind", [Stored, Removed, Updated])
-def test_an_event_that_is_lost_is_noticed_though_ids_go_on(kind):
-    """Not each one: what is never stored again, or moved, shows in no event; a comparison with the engine shows it."""
+def test_a_lost_event_is_found_although_the_ids_have_no_gap(kind):
+    """Not every one: a block that is never stored again or moved shows only in a comparison with the engine."""
 
-    back = (1, 0)  # what went to the host and is evicted there shows nothing
+    back = (1, 0)  # a block that is evicted on the host shows nothing
 
     def without(place):
         def change(events):
@@ -216,20 +216,20 @@ def test_an_event_that_is_lost_is_noticed_though_ids_go_on(kind):
     assert {"block_not_found", "parent_block_not_found", "duplicate_store", "orphaned_child"} & set().union(*found)
 
 
-def test_an_updated_from_another_level_is_an_error():
+def test_an_updated_from_a_wrong_level_is_an_error():
     kv = by_hand(Stored(None, (1,), LOCAL[:1]), Updated(1, levels=(1, 0)))
     assert [problem.observed for problem in kv.events.errors] == ["block 1 is on level 0, and moves from level 1"]
 
 
-def test_the_buffer_of_an_engine_leaves_a_gap():
+def test_an_overflowing_event_buffer_of_an_engine_leaves_a_gap():
     small = TRTLLM.variant("small_buffer", event_buffer=1)
     with RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=1), small) as kv:
         kv.events.expect_error("event_id_gap")
         kv.worker(0).serve(range(20))
-        kv.worker(0).serve(range(100, 120))  # evicts, and stores
+        kv.worker(0).serve(range(100, 120))  # evicts and stores
 
 
-def test_the_summary_says_what_is_taken_for_the_devices(pytester):
+def test_the_summary_counts_host_blocks_taken_for_device_blocks(pytester):
     pytester.makepyfile(
         """
         import pytest

@@ -1,4 +1,4 @@
-"""Where a block manager of the user's own publishes."""
+"""Sinks to which a user's own block manager publishes."""
 
 import random
 import re
@@ -44,7 +44,7 @@ def sink(kv):
     return kv.make_sink()
 
 
-def test_each_is_a_worker_of_its_own(kv):
+def test_each_sink_is_its_own_worker(kv):
     sinks = [kv.make_sink() for _ in range(3)]
     assert [sink.worker_id for sink in sinks] == [FIRST, FIRST + 1, FIRST + 2]
     for count, sink in enumerate(sinks, 1):
@@ -53,14 +53,14 @@ def test_each_is_a_worker_of_its_own(kv):
     kv.assert_no_event_errors()
 
 
-def test_one_that_speaks_for_several_ranks_takes_no_others_id(kv):
+def test_a_sink_with_several_ranks_takes_only_one_worker_id(kv):
     first = kv.make_sink()
     for rank in (0, 1, 2):
         first(KvCacheEvent(0, one_block(1), rank))
     assert kv.make_sink().worker_id == FIRST + 1
 
 
-def test_it_is_called_or_published_to_and_captures(kv, sink):
+def test_a_sink_can_be_called_or_published_to_and_captures_its_events(kv, sink):
     sink(one_block(1))
     sink.publish(Stored(1, (2,), (2,)))
     sink(Removed((2,)))
@@ -71,7 +71,7 @@ def test_it_is_called_or_published_to_and_captures(kv, sink):
     kv.assert_no_event_errors()
 
 
-def test_events_keep_their_ids_which_may_begin_anywhere(kv, sink):
+def test_events_keep_their_ids_which_may_begin_with_any_number(kv, sink):
     sink(KvCacheEvent(41, one_block(1)))
     sink(one_block(2))
     assert [event.event_id for event in sink.events] == [41, 42]
@@ -81,14 +81,14 @@ def test_events_keep_their_ids_which_may_begin_anywhere(kv, sink):
     assert (problem.rule, problem.event_id) == ("event_id_gap", 44)
 
 
-def test_a_router_event_is_relabelled_and_keeps_the_rest(kv, sink):
+def test_a_router_event_gets_the_sinks_worker_id_and_keeps_the_rest(kv, sink):
     sink(RouterEvent(3, KvCacheEvent(7, one_block(1), 2), StorageTier.HOST_PINNED, [(1, 2, 3, 4)]))
     (entry,) = kv.events
     assert (entry.event.worker_id, entry.event.event.dp_rank, entry.event.event.event_id) == (FIRST, 2, 7)
     assert (entry.storage_tier, entry.token_ids) == (StorageTier.HOST_PINNED, [(1, 2, 3, 4)])
 
 
-def test_tier_and_token_ids_travel_beside_an_event(kv, sink):
+def test_an_event_may_be_published_with_a_tier_and_token_ids(kv, sink):
     sink(one_block(1), StorageTier.DISK, [(1, 2, 3, 4)])
     sink.publish(one_block(1), token_ids=[(5, 6, 7, 8)])
     assert [entry.storage_tier for entry in kv.events] == [StorageTier.DISK, StorageTier.DEVICE]
@@ -96,7 +96,7 @@ def test_tier_and_token_ids_travel_beside_an_event(kv, sink):
     assert kv.events.counts.warnings == {}  # another tier, so no duplicate
 
 
-def test_a_manager_publishes_to_it(kv, sink):
+def test_a_manager_can_publish_to_a_sink(kv, sink):
     manager = create_manager("lru", num_blocks=2, block_size=4, sink=sink)
     sink.compare(manager.resident)
     for number in range(5):
@@ -107,7 +107,7 @@ def test_a_manager_publishes_to_it(kv, sink):
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "stored", [one_block(1)], KvCacheEvent(0, 7), RouterEvent(0, None)])
-def test_what_is_no_event_is_refused_and_not_captured(kv, sink, wrong):
+def test_an_object_that_is_no_event_is_refused_and_not_captured(kv, sink, wrong):
     with pytest.raises(
         TypeError,
         match=r"a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with tuples "
@@ -119,7 +119,7 @@ def test_what_is_no_event_is_refused_and_not_captured(kv, sink, wrong):
     assert [event.event_id for event in sink.events] == [0]
 
 
-def test_hashes_are_free_unless_it_is_chained(kv):
+def test_hashes_are_checked_only_with_a_chain(kv):
     free, chained = kv.make_sink(), kv.make_sink(chained=True)
     for sink in (free, chained):
         sink(Stored(None, (1, 2), (1, 2)))
@@ -132,7 +132,7 @@ def test_hashes_are_free_unless_it_is_chained(kv):
 # ------------------------------------------------------------------------------------------------------- compare
 
 
-def test_without_compare_what_is_resident_is_not_asked_for(kv, sink):
+def test_without_compare_resident_blocks_are_not_checked(kv, sink):
     sink(one_block(1))
     kv.assert_in_sync()
 
@@ -152,7 +152,7 @@ def test_a_missing_removed_is_drift(kv, sink):
     assert problem.expected == "what the engine drops is published as Removed"
 
 
-def test_a_block_that_drifted_may_drift_again_when_it_was_stored_since(kv, sink):
+def test_a_block_that_drifted_is_reported_again_after_it_was_stored_again(kv, sink):
     resident = {1}
     sink.compare(lambda: resident)
     kv.flush()
@@ -169,13 +169,13 @@ def test_a_missing_stored_is_drift(kv, sink):
 
 
 @pytest.mark.parametrize("resident", [list, set, tuple, iter, dict.fromkeys])
-def test_any_iterable_of_hashes_tells_what_is_resident(kv, sink, resident):
+def test_compare_accepts_any_iterable_of_hashes(kv, sink, resident):
     sink.compare(lambda: resident([1]))
     sink(one_block(1))
     kv.assert_in_sync()
 
 
-def test_ranks_and_tiers_are_compared_by_themselves(kv, sink):
+def test_ranks_and_tiers_are_compared_separately(kv, sink):
     sink.compare(lambda: [1])
     sink.compare(lambda: [2], dp_rank=1)
     sink.compare(lambda: [3], storage_tier=StorageTier.DISK)
@@ -186,7 +186,7 @@ def test_ranks_and_tiers_are_compared_by_themselves(kv, sink):
     kv.assert_in_sync()
 
 
-def test_a_sink_is_compared_when_each_rank_and_tier_that_it_published_is(kv, sink):
+def test_a_sink_counts_as_compared_when_each_published_rank_and_tier_is(kv, sink):
     sink(one_block(1))
     assert kv.publisher.num_uncompared_sinks == 1
     sink.compare(lambda: [1])
@@ -200,19 +200,19 @@ def test_a_sink_is_compared_when_each_rank_and_tier_that_it_published_is(kv, sin
     assert kv.publisher.num_uncompared_sinks == 0
 
 
-def test_a_cleared_asks_for_the_comparison_of_no_tier_where_another_is_compared(kv, sink):
+def test_a_cleared_requires_no_comparison_of_a_tier_if_another_is_compared(kv, sink):
     sink(Cleared())
     assert kv.publisher.num_uncompared_sinks == 1
     sink.compare(lambda: [3], storage_tier=StorageTier.DISK)
     assert kv.publisher.num_uncompared_sinks == 0
 
 
-def test_what_cannot_be_called_cannot_be_compared(sink):
+def test_compare_refuses_an_object_that_is_not_callable(sink):
     with pytest.raises(TypeError, match=r"compare takes a callable that returns the resident block hashes, got \[1\]"):
         sink.compare([1])
 
 
-def test_a_removed_one_is_not_compared_any_more(kv, sink):
+def test_a_removed_sink_is_not_compared(kv, sink):
     sink.compare(lambda: [1])
     sink(one_block(1))
     kv.remove_worker(sink.worker_id)
@@ -231,7 +231,7 @@ def test_a_removed_one_is_not_compared_any_more(kv, sink):
         Stored(None, (1,), (-1,)),
     ],
 )
-def test_what_is_no_hash_is_refused_before_it_is_logged(data):
+def test_an_invalid_hash_is_refused_before_it_is_logged(data):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     with pytest.raises(
@@ -250,7 +250,7 @@ def test_what_is_no_hash_is_refused_before_it_is_logged(data):
 @pytest.mark.parametrize(
     "resident", [lambda: 1 / 0, lambda: 3, lambda: ["a"]], ids=["it raises", "no iterable", "no hash"]
 )
-def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_other(resident):
+def test_a_resident_callable_that_fails_is_a_problem_and_hides_no_other(resident):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     sink.compare(resident)
@@ -263,7 +263,7 @@ def test_a_callable_that_cannot_tell_what_is_resident_is_a_problem_and_loses_no_
 # ----------------------------------------------------------------------------------------------- what a manager is
 
 
-def test_capacity_is_judged_where_it_is_given(kv):
+def test_capacity_is_checked_only_with_num_blocks(kv):
     for num_blocks in (2, None):
         sink = kv.make_sink(num_blocks=num_blocks)
         for number in range(3):
@@ -272,7 +272,7 @@ def test_capacity_is_judged_where_it_is_given(kv):
     assert (problem.rule, problem.worker_id) == ("over_capacity", FIRST)
 
 
-def test_copies_are_counted_where_that_is_given(kv):
+def test_copies_are_counted_with_counted_residency(kv):
     resident = [1, 1]
     sink = kv.make_sink(residency="counted", num_blocks=2)
     sink.compare(lambda: resident)
@@ -293,7 +293,7 @@ def test_copies_are_counted_where_that_is_given(kv):
     kv.assert_in_sync()
 
 
-def test_an_orphan_is_a_warning_unless_it_is_told_that_there_are_some(kv):
+def test_an_orphan_is_a_warning_only_for_a_prefix_closed_sink(kv):
     for closed in (True, False):
         sink = kv.make_sink(prefix_closed=closed)
         sink(Stored(None, (1, 2), (1, 2)))
@@ -312,13 +312,13 @@ def test_an_orphan_is_a_warning_unless_it_is_told_that_there_are_some(kv):
     ],
     ids=["zero", "a bool", "a float", "a word"],
 )
-def test_what_a_manager_cannot_be_is_refused(kv, options, message):
+def test_impossible_options_of_a_sink_are_refused(kv, options, message):
     with pytest.raises(ValueError, match=message):
         kv.make_sink(**options)
     assert kv.make_sink().worker_id == FIRST  # no id is used up
 
 
-def test_an_index_of_tokens_is_not_blamed_for_tokens_that_did_not_come(make_kv):
+def test_an_index_of_tokens_is_not_blamed_for_missing_tokens(make_kv):
     class ByTokens:
         def __init__(self):
             self.held = {}
@@ -339,8 +339,8 @@ def test_an_index_of_tokens_is_not_blamed_for_tokens_that_did_not_come(make_kv):
     assert (problem.rule, problem.blocks) == ("sparse_tokens", (3,))
 
 
-def test_signed_block_hashes_are_taken_as_they_are():
-    """SGLang's are; local hashes never."""
+def test_signed_block_hashes_are_accepted_as_they_are():
+    """SGLang's block hashes are signed; local hashes never are."""
     with RouterHarness(backend=None) as kv:
         sink = kv.make_sink(num_blocks=4)
         sink.compare(lambda: [-5, -(2**63)])
@@ -359,7 +359,7 @@ def test_signed_block_hashes_are_taken_as_they_are():
 
 
 @pytest.mark.parametrize("child", [-1, -2, 7])
-def test_a_child_of_any_name_is_seen_to_be_left_behind(child):
+def test_an_orphan_with_any_hash_is_found(child):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     for data in (Stored(None, (5, child), (5, 6)), Removed((5,))):
@@ -376,7 +376,7 @@ def test_signed_block_hashes_are_unsigned_in_dynamos_json():
 # ---------------------------------------------------------------------------------------------------- whose id
 
 
-def test_a_sink_takes_the_first_id_that_is_free(make_kv):
+def test_a_sink_takes_the_first_free_id(make_kv):
     kv = make_kv("lru")
     kv.worker(FIRST)
     kv.worker(FIRST + 1, dp_rank=1)
@@ -387,13 +387,13 @@ def test_a_sink_takes_the_first_id_that_is_free(make_kv):
     kv.assert_no_event_errors()
 
 
-def test_the_id_of_a_sink_that_the_router_has_removed_is_not_free(kv, sink):
+def test_the_id_of_a_removed_sink_is_not_free(kv, sink):
     sink(one_block(1))
     kv.remove_worker(FIRST)
     assert kv.make_sink().worker_id == FIRST + 1
 
 
-def test_a_sink_stands_for_the_worker_that_it_is_asked_to(kv):
+def test_a_sink_may_have_a_given_worker_id(kv):
     sink = kv.make_sink(worker_id=7)
     sink(one_block(1))
     assert (sink.worker_id, kv.overlap(Prompt(hashes=[1]))) == (7, {7: 1})
@@ -414,7 +414,7 @@ def test_a_sink_stands_for_the_worker_that_it_is_asked_to(kv):
         ("7", "got '7'"),
     ],
 )
-def test_a_sink_does_not_stand_for_another_worker(make_kv, worker_id, message):
+def test_a_sink_cannot_have_the_id_of_another_worker(make_kv, worker_id, message):
     kv = make_kv("lru")
     kv.apply(one_block(1), worker_id=3)
     kv.make_sink(worker_id=7), kv.make_sink()
@@ -424,7 +424,7 @@ def test_a_sink_does_not_stand_for_another_worker(make_kv, worker_id, message):
     assert kv.recording.sinks == {7, FIRST}
 
 
-def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
+def test_a_removed_worker_may_return_as_another_sink(kv):
     former = kv.make_sink(worker_id=7, num_blocks=1)
     former(one_block(1))
     kv.remove_worker(7)
@@ -437,14 +437,14 @@ def test_a_worker_that_the_router_has_removed_comes_back_as_another_sink(kv):
     assert kv.events.counts.warnings == {}
 
 
-def test_a_sink_that_goes_on_after_its_removal_keeps_its_id(kv, sink):
+def test_a_sink_that_continues_after_its_removal_keeps_its_id(kv, sink):
     kv.remove_worker(FIRST)
     sink(one_block(1))
     with pytest.raises(ValueError, match=f"worker {FIRST} is a sink of this test already"):
         kv.make_sink(worker_id=FIRST)
 
 
-def test_a_failure_of_a_sink_of_a_low_id_is_cut_down(make_kv):
+def test_a_failure_of_a_sink_with_a_low_id_is_cut(make_kv):
     kv = make_kv("lru")
     kv.worker(0).serve(kv.prompt())
     sink = kv.make_sink(worker_id=7, num_blocks=2)
@@ -492,7 +492,7 @@ CLASHES = {
 
 
 @pytest.mark.parametrize(("act", "message"), [pytest.param(*case, id=name) for name, case in CLASHES.items()])
-def test_nothing_else_takes_the_id_of_a_sink(make_kv, act, message):
+def test_no_other_call_can_take_the_id_of_a_sink(make_kv, act, message):
     kv = make_kv("lru")
     sink = kv.make_sink()
     with pytest.raises(ValueError, match=rf"^{message}$"):
@@ -502,14 +502,14 @@ def test_nothing_else_takes_the_id_of_a_sink(make_kv, act, message):
     kv.assert_no_event_errors()
 
 
-def test_the_next_worker_passes_over_nothing_but_ids_that_are_taken(make_kv):
+def test_the_next_worker_skips_only_ids_that_are_taken(make_kv):
     kv = make_kv("lru", workers=2)
     kv.make_sink()
     kv.worker(2**64 - 1)
     assert kv.worker(None).worker_id == 2
 
 
-def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
+def test_a_failure_is_reproduced_for_a_worker_with_a_sinks_id_next_to_a_sink(make_kv):
     kv = make_kv("lru")
     sink = kv.make_sink()
     engine = kv.worker(FIRST + 1)
@@ -529,7 +529,7 @@ def test_a_failure_of_such_a_worker_beside_a_sink_is_reproduced(make_kv):
 
 
 @pytest.mark.parametrize("worker_id", [FIRST, 2**40])
-def test_a_failure_of_such_a_worker_is_reproduced(make_kv, worker_id):
+def test_a_failure_is_reproduced_for_a_worker_with_a_sinks_id(make_kv, worker_id):
     kv = make_kv("lru", num_blocks=64)
     kv.worker(worker_id).serve(kv.prompt(2))
     for number in range(30):
@@ -559,7 +559,7 @@ def rules(kv):
     return [(p.rule, p.position, p.blocks) for p in kv.events.problems if p.cause is None]
 
 
-def test_a_chain_is_found_out_and_judged_from_then_on(kv, sink):
+def test_a_chain_is_detected_and_checked_from_then_on(kv, sink):
     sink(Stored(None, CHAIN[:2], LOCALS[:2]))
     sink(Stored(CHAIN[1], (OTHER,), LOCALS[2:3]))
     assert rules(kv) == [("wrong_hash", 1, (OTHER,))]
@@ -582,13 +582,13 @@ def test_a_chain_is_found_out_and_judged_from_then_on(kv, sink):
         pytest.param([Stored(None, (-5, -6), LOCALS[:2]), Stored(-6, (-7,), LOCALS[2:3])], id="signed"),
     ],
 )
-def test_what_has_nothing_to_do_with_a_chain_is_free(kv, sink, events):
+def test_hashes_without_a_chain_are_free(kv, sink, events):
     for event in events:
         sink(event)
     assert rules(kv) == []
 
 
-def test_what_came_before_the_chain_was_found_is_judged_then(kv, sink):
+def test_events_before_the_chain_was_detected_are_checked_afterwards(kv, sink):
     sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
     assert rules(kv) == []
     sink(Stored(CHAIN[1], CHAIN[2:3], LOCALS[2:3]))
@@ -596,7 +596,7 @@ def test_what_came_before_the_chain_was_found_is_judged_then(kv, sink):
     assert [problem.rule for problem in kv.events[0].problems] == ["wrong_hash"]
 
 
-def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, sink):
+def test_the_engines_resident_blocks_can_show_that_a_published_hash_breaks_the_chain(kv, sink):
     sink.compare(lambda: CHAIN[:1])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
     assert rules(kv) == []
@@ -604,7 +604,7 @@ def test_what_the_engine_holds_shows_that_a_published_hash_breaks_the_chain(kv, 
     assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[:1])] == rules(kv)
 
 
-def test_one_of_several_blocks_is_enough_to_show_it(kv, sink):
+def test_one_of_several_resident_blocks_is_enough_to_show_a_chain(kv, sink):
     sink.compare(lambda: CHAIN[:2])
     sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
     assert rules(kv) == []
@@ -612,12 +612,12 @@ def test_one_of_several_blocks_is_enough_to_show_it(kv, sink):
     assert [("wrong_hash", 0, (OTHER,)), ("engine_drift", 0, (OTHER,)), ("engine_drift", 0, CHAIN[1:2])] == rules(kv)
 
 
-def test_an_event_may_show_the_chain_and_break_it(kv, sink):
+def test_one_event_may_show_the_chain_and_break_it(kv, sink):
     sink(Stored(None, (*CHAIN[:2], OTHER), LOCALS[:3]))
     assert rules(kv) == [("wrong_hash", 0, (OTHER,))]
 
 
-def test_a_block_that_is_called_0_is_one_of_a_chain_too(kv, sink):
+def test_a_block_with_hash_0_can_be_part_of_a_chain(kv, sink):
     for parent, local in ((0, LOCALS[0]), (None, LOCALS[1])):
         sink(Stored(parent, tuple(sequence_hashes([local], parent=0)), (local,)))
     assert [
@@ -626,7 +626,7 @@ def test_a_block_that_is_called_0_is_one_of_a_chain_too(kv, sink):
     ] == rules(kv)
 
 
-def test_a_wrong_parent_that_was_never_stored_is_known_from_the_last_time(kv):
+def test_a_wrong_parent_of_a_block_that_was_stored_before_is_named(kv):
     sink = kv.make_sink(chained=True)
     sink(Stored(CHAIN[0], CHAIN[1:2], LOCALS[1:2]))
     sink(Removed(CHAIN[1:2]))
@@ -637,7 +637,7 @@ def test_a_wrong_parent_that_was_never_stored_is_known_from_the_last_time(kv):
     assert wrong.expected == f"the parent is block {text(CHAIN[0])}"
 
 
-def test_a_chain_that_was_found_late_is_one_in_the_reproduction_and_no_other_sinks_is(kv, sink):
+def test_a_chain_detected_late_is_declared_in_the_reproduction_and_not_for_other_sinks(kv, sink):
     free = kv.make_sink(chained=False)
     free(Removed((7,)))
     sink(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
@@ -649,7 +649,7 @@ def test_a_chain_that_was_found_late_is_one_in_the_reproduction_and_no_other_sin
     )
 
 
-def test_a_chain_that_only_the_engine_shows_is_one_in_the_reproduction(kv, sink):
+def test_a_chain_that_only_the_engine_shows_is_declared_in_the_reproduction(kv, sink):
     sink.compare(lambda: CHAIN[:1])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
     problem = kv.judge().errors[0]
@@ -657,7 +657,7 @@ def test_a_chain_that_only_the_engine_shows_is_one_in_the_reproduction(kv, sink)
     assert "chained=True" in reproduce(kv, problem).as_test()
 
 
-def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink):
+def test_resident_blocks_that_were_never_published_show_no_chain(kv, sink):
     sink.compare(lambda: [OTHER, *CHAIN])
     sink(Stored(None, (OTHER,), LOCALS[:1]))
     kv.flush()
@@ -666,14 +666,14 @@ def test_what_the_engine_holds_beside_what_it_published_shows_no_chain(kv, sink)
     ]
 
 
-def test_a_chain_may_be_ruled_out(kv):
+def test_chained_false_disables_the_detection_of_a_chain(kv):
     sink = kv.make_sink(chained=False)
     sink(Stored(None, CHAIN[:2], LOCALS[:2]))
     sink(Stored(CHAIN[1], (OTHER,), LOCALS[2:3]))
     assert rules(kv) == []
 
 
-def test_each_sink_finds_out_for_itself(kv):
+def test_each_sink_detects_its_own_chain(kv):
     first, second = kv.make_sink(), kv.make_sink()
     first(Stored(None, CHAIN, LOCALS))
     second(Stored(None, (CHAIN[0], OTHER), LOCALS[:2]))
@@ -710,7 +710,7 @@ def test_each_sink_finds_out_for_itself(kv):
         ),
     ],
 )
-def test_a_wrong_parent_of_a_right_hash_is_named(kv, chained, wrong, known, right):
+def test_a_wrong_parent_is_named_with_the_parent_that_fits_the_hash(kv, chained, wrong, known, right):
     sink = kv.make_sink(chained=chained)
     sink(Stored(None, CHAIN[:3], LOCALS[:3]))
     sink(Removed(CHAIN[2:3]))
@@ -720,7 +720,7 @@ def test_a_wrong_parent_of_a_right_hash_is_named(kv, chained, wrong, known, righ
     assert ("wrong_hash", f"{block}; {known}", right) == (problem.rule, problem.observed, problem.expected)
 
 
-def test_a_signed_parent_does_not_stop_a_chained_sink(kv):
+def test_a_signed_parent_does_not_disable_the_check_of_a_chained_sink(kv):
     sink = kv.make_sink(chained=True)
     sink(Stored(None, (-1,), (1,)))
     sink(Stored(-1, (2,), (2,)))
@@ -734,7 +734,7 @@ def gaps(kv):
     return [(p.observed, p.expected) for p in kv.events.problems if p.rule == "event_id_gap"]
 
 
-def test_an_id_that_the_worker_left_out_did_not_get_lost(kv, sink):
+def test_an_id_that_the_worker_skipped_is_reported_as_never_published(kv, sink):
     for event_id in (5, 7, 8, 11):
         sink(KvCacheEvent(event_id, one_block(event_id)))
     assert gaps(kv) == [
@@ -749,7 +749,7 @@ def test_the_first_id_of_a_mock_worker_is_0(make_kv):
     assert [known for known, _ in gaps(kv)] == ["event ids begin with 2; the worker never published events 0 to 1"]
 
 
-def test_what_was_lost_and_what_was_left_out_are_distinguished(kv, sink):
+def test_lost_ids_and_skipped_ids_are_distinguished(kv, sink):
     sink(KvCacheEvent(5, one_block(5)))
     kv.drop_next()
     sink(KvCacheEvent(7, one_block(7)))
@@ -759,7 +759,7 @@ def test_what_was_lost_and_what_was_left_out_are_distinguished(kv, sink):
     ]
 
 
-def test_what_was_lost_last_and_what_was_left_out_are_distinguished(kv, sink):
+def test_a_lost_last_id_and_a_skipped_id_are_distinguished(kv, sink):
     sink(KvCacheEvent(5, one_block(5)))
     kv.drop_next()
     sink(KvCacheEvent(7, one_block(7)))
@@ -772,7 +772,7 @@ def test_what_was_lost_last_and_what_was_left_out_are_distinguished(kv, sink):
     ]
 
 
-def test_what_was_lost_last_is_reported_where_the_flush_was(kv, sink):
+def test_a_lost_last_event_is_reported_at_the_flush(kv, sink):
     sink(KvCacheEvent(5, one_block(5)))
     kv.drop_next()
     sink(KvCacheEvent(6, one_block(6)))
@@ -780,7 +780,7 @@ def test_what_was_lost_last_is_reported_where_the_flush_was(kv, sink):
     assert rules(kv) == [("event_id_gap", 0, ())]
 
 
-def test_an_event_that_a_sink_kept_away_says_nothing_of_the_next(kv):
+def test_an_event_that_a_sink_kept_back_makes_no_gap_for_the_next(kv):
     class Refuses:
         def publish(self, event, *beside):
             if event.event_id == 1:
@@ -795,7 +795,7 @@ def test_an_event_that_a_sink_kept_away_says_nothing_of_the_next(kv):
     assert gaps(kv) == [("event 2 had arrived already", "event 3")]
 
 
-def test_what_a_sink_before_the_router_kept_away_was_published(kv):
+def test_an_event_that_a_sink_kept_back_counts_as_published(kv):
     class Refuses:
         def publish(self, event, *beside):
             if event.event_id == 1:
@@ -809,7 +809,7 @@ def test_what_a_sink_before_the_router_kept_away_was_published(kv):
     assert [known for known, _ in gaps(kv)] == ["event ids go on from 1 to 3; the worker never published event 2"]
 
 
-def test_an_id_that_was_left_out_is_known_to_be_when_an_event_before_it_arrives_late(kv, sink):
+def test_a_skipped_id_is_known_when_an_earlier_event_arrives_late(kv, sink):
     sink(KvCacheEvent(0, one_block(1)))
     kv.faults.reorder()
     sink(KvCacheEvent(2, one_block(2)))
@@ -823,7 +823,7 @@ def test_an_id_that_was_left_out_is_known_to_be_when_an_event_before_it_arrives_
     ]
 
 
-def test_what_a_worker_left_out_before_it_began_anew_says_nothing_of_its_new_ids(make_kv):
+def test_ids_skipped_before_a_restart_do_not_count_for_new_ids(make_kv):
     kv = make_kv("lru")
     kv.apply(KvCacheEvent(0, one_block(1)))
     kv.drop_next()
@@ -840,7 +840,7 @@ def test_what_a_worker_left_out_before_it_began_anew_says_nothing_of_its_new_ids
 # -------------------------------------------------------------------------------------------- which is the cause
 
 
-def test_an_orphan_that_the_engine_has_dropped_comes_of_a_missing_removed(kv, sink):
+def test_an_orphan_that_the_engine_dropped_follows_from_a_missing_removed(kv, sink):
     resident = {1, 2}
     sink.compare(lambda: resident)
     sink(Stored(None, (1, 2), (1, 2)))
@@ -856,7 +856,7 @@ def test_an_orphan_that_the_engine_has_dropped_comes_of_a_missing_removed(kv, si
     assert kv.events.warnings == []
 
 
-def test_an_orphan_that_the_engine_holds_stands_by_itself(kv, sink):
+def test_an_orphan_that_the_engine_holds_follows_from_nothing(kv, sink):
     resident = {1, 2}
     sink.compare(lambda: resident)
     sink(Stored(None, (1, 2), (1, 2)))
@@ -868,7 +868,7 @@ def test_an_orphan_that_the_engine_holds_stands_by_itself(kv, sink):
     assert rules(kv) == [("orphaned_child", 1, (2,)), ("engine_drift", 1, (2,))]
 
 
-def test_an_orphan_does_not_come_of_what_its_block_misses_after_a_cleared(kv, sink):
+def test_an_orphan_does_not_follow_from_drift_after_a_cleared(kv, sink):
     resident = set()
     sink.compare(lambda: resident)
     sink(Stored(None, (1, 2), (1, 2)))
@@ -879,7 +879,7 @@ def test_an_orphan_does_not_come_of_what_its_block_misses_after_a_cleared(kv, si
     assert rules(kv) == [("orphaned_child", 1, (2,)), ("engine_drift", 3, (2,))]
 
 
-def test_too_many_blocks_come_of_a_missing_removed(kv):
+def test_over_capacity_follows_from_a_missing_removed(kv):
     resident = {1, 2}
     sink = kv.make_sink(num_blocks=2)
     sink.compare(lambda: resident)
@@ -890,7 +890,7 @@ def test_too_many_blocks_come_of_a_missing_removed(kv):
     assert rules(kv) == [("engine_drift", 1, (1,))]
 
 
-def test_too_many_blocks_that_the_engine_holds_stand_by_themselves(kv):
+def test_over_capacity_of_blocks_that_the_engine_holds_follows_from_nothing(kv):
     resident = {1, 2, 3, 4}
     sink = kv.make_sink(num_blocks=2)
     sink.compare(lambda: resident)
@@ -904,7 +904,7 @@ def test_too_many_blocks_that_the_engine_holds_stand_by_themselves(kv):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm", "sglang"])
-def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv, backend):
+def test_a_wrong_parent_is_named_in_the_hash_chain_of_every_engine(make_kv, backend):
     kv = make_kv(backend)
     prompt = kv.prompt(3)
     kv.worker(0).serve(prompt)
@@ -919,8 +919,8 @@ def test_a_wrong_parent_of_a_right_hash_is_named_in_every_engines_chain(make_kv,
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("backend", EACH)
-def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker(backend, seed):
-    """A worker's hashes are known to be a chain; of those of a sink it is found out."""
+def test_a_sink_that_receives_a_workers_events_gets_the_same_verdict_as_the_worker(backend, seed):
+    """A worker's hashes are known to be a chain; those of a sink are detected as one."""
     spec, profile = BACKENDS[backend], sized(EngineProfile(block_size=4, num_blocks=16, seed=seed), backend)
     rng, theirs, own = random.Random(seed), RouterHarness(profile, backend), RouterHarness(profile, None)
     sink = own.make_sink(num_blocks=profile.num_blocks, residency=spec.residency, prefix_closed=spec.prefix_closed)
@@ -944,9 +944,9 @@ def test_a_sink_that_is_given_a_workers_events_finds_what_is_found_of_the_worker
     ]
 
 
-def test_a_wrong_hash_stands_where_its_parent_is_only_unknown_and_follows_from_a_parent_that_is_wrong(make_kv):
+def test_a_wrong_hash_follows_from_a_wrong_parent_and_not_from_an_unknown_one(make_kv):
     standing = []
-    for event_id in (1, 5):  # from 5 on it is unknown whether the parent was stored
+    for event_id in (1, 5):  # with 5 it is unknown whether the parent was stored
         kv = make_kv()
         sink = kv.make_sink(chained=True)
         (right,) = sequence_hashes((4,))
@@ -958,7 +958,7 @@ def test_a_wrong_hash_stands_where_its_parent_is_only_unknown_and_follows_from_a
     assert unknown_parent == [("event_id_gap", ["parent_block_not_found"]), ("wrong_hash", [])]
 
 
-def test_a_harness_publishes_the_events_of_one_worker_to_a_sink():
+def test_add_sink_can_be_limited_to_the_events_of_one_worker():
     with RouterHarness(backend="lru") as harness:
         one, all_of_them = CapturingSink(), CapturingSink()
         harness.add_sink(one, worker_id=1)

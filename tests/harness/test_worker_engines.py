@@ -1,4 +1,4 @@
-"""Workers that engines in virtual time drive: restart, clear, removal, leaks, faults and recovery are theirs, too."""
+"""Workers driven by engines in virtual time have restarts, clears, removals, leaks, faults and recovery too."""
 
 import pytest
 
@@ -12,7 +12,7 @@ ENGINES = ["lineage", "hash_cache", "vllm", "sglang"]
 
 @pytest.fixture
 def driven(make_kv):
-    """Make a harness and the engine of its worker 0, which has two requests: one runs, the other waits."""
+    """Make a harness and the engine of its worker 0 with two requests: one is running, the other waits."""
 
     def make(backend="lineage", index=None, **options):
         profile = EngineProfile(block_size=4, num_blocks=12, workers=2)
@@ -31,7 +31,7 @@ def driven(make_kv):
 @pytest.mark.parametrize("backend", ENGINES)
 def test_after_a_restart_the_engine_is_empty_and_serves_again(driven, backend):
     kv, engine, running, waiting = driven(backend)
-    if backend != "sglang":  # whose scheduler has no limit of requests in this form
+    if backend != "sglang":  # its scheduler has no limit of requests in this form
         assert [running.status, waiting.status] == ["running", "waiting"]
     arriving = engine.submit(range(8), 1, 5_000.0)
     before = engine.now_ms
@@ -106,7 +106,7 @@ def test_held_events_of_a_restarted_worker_are_lost_with_it():
     assert kv.judge()[:2] == ([], [])
 
 
-def test_what_is_held_is_published_before_the_harness_compares():
+def test_held_events_are_published_before_the_harness_compares():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", engine={"events_visible": "pass_end"})
     engine = kv.engine(0)
     engine.submit(range(8), 3)
@@ -122,7 +122,7 @@ def test_what_is_held_is_published_before_the_harness_compares():
 # --------------------------------------------------------------------------------------------------- removal and leaks
 
 
-def test_a_worker_that_was_removed_comes_back_with_an_engine_of_its_own(driven):
+def test_a_removed_worker_returns_with_a_new_engine(driven):
     kv, engine, running, _ = driven()
     kv.remove_worker(0)
     assert kv.overlap(range(8)) == {}
@@ -132,7 +132,7 @@ def test_a_worker_that_was_removed_comes_back_with_an_engine_of_its_own(driven):
     again.submit(range(8), 1)
     again.run()
     assert kv.overlap(range(8)) == {0: 2}
-    assert running.status == "running"  # the engine itself goes on, and nobody asks it
+    assert running.status == "running"  # the old engine continues, and its state is not read
     assert kv.judge().errors == []
 
 
@@ -150,7 +150,7 @@ def test_open_requests_of_an_engine_are_leaked(driven):
     assert kv.judge().warnings == []
 
 
-def test_requests_of_the_worker_and_of_its_engine_share_the_cache():
+def test_requests_of_a_worker_and_of_its_engine_share_the_cache():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=6), "lineage")
     own = kv.worker(0).prefill(range(8))
     theirs = kv.engine(0).submit(range(12), 2)
@@ -162,8 +162,8 @@ def test_requests_of_the_worker_and_of_its_engine_share_the_cache():
     assert kv.judge()[:2] == ([], [])
 
 
-def test_replay_of_the_engines_of_a_harness_can_be_followed_by_an_abort(driven):
-    """What `replay` gives an engine is no operation of the test, and may be aborted all the same."""
+def test_a_request_that_replay_dispatches_can_be_aborted_and_is_not_recorded(driven):
+    """A dispatch by `replay` is no operation of the test, and its request can be aborted."""
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage")
     engine = kv.engine(0)
     engine.inside.dispatch(kv.prompt(2), 9, 0.0).abort()
@@ -185,7 +185,7 @@ def test_a_lost_event_of_an_engine_is_detected(rules_of):
 
 
 @pytest.mark.parametrize("visible", ["pass_start", "pass_end"])
-def test_a_fault_strikes_the_events_of_an_engine(visible):
+def test_a_fault_is_injected_into_the_events_of_an_engine(visible):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", engine={"events_visible": visible})
     fault = kv.faults.double()
     engine = kv.engine(0)
@@ -197,7 +197,7 @@ def test_a_fault_strikes_the_events_of_an_engine(visible):
 
 
 class Recovering(RadixIndex):
-    """Asks the worker for what it missed."""
+    """Queries the worker for missed events."""
 
     def __init__(self, ask):
         super().__init__()
@@ -214,7 +214,7 @@ class Recovering(RadixIndex):
             step = self.cursor.answered(step.ask, self.ask(*step.ask))
 
 
-def test_a_router_recovers_what_it_missed_of_an_engine():
+def test_a_router_recovers_events_of_an_engine_that_it_missed():
     recovery = Recovery()
     index = Recovering(recovery)
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=12), "lineage", index, recovery=recovery)
@@ -229,7 +229,7 @@ def test_a_router_recovers_what_it_missed_of_an_engine():
     assert [problem.rule for problem in kv.judge().errors] == ["event_id_gap"]  # and no index_drift
 
 
-def test_events_of_several_engines_are_told_apart():
+def test_events_of_several_engines_are_kept_apart():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2), "lineage", RadixIndex())
     for worker in (0, 1):
         for start in (0, 100 * (worker + 1), 200):
@@ -250,7 +250,7 @@ def test_a_decode_engine_publishes_nothing_and_is_not_compared(backend):
         assert kv.events.stored == []
 
 
-def test_a_worker_that_becomes_a_decode_engine_is_not_compared_any_more():
+def test_a_worker_that_becomes_a_decode_engine_is_no_longer_compared():
     with RouterHarness() as kv:
         kv.worker(0).serve(kv.prompt(2))
         engine = kv.engine(0, worker_type="decode")
@@ -258,14 +258,14 @@ def test_a_worker_that_becomes_a_decode_engine_is_not_compared_any_more():
         engine.run()
 
 
-def test_the_manager_of_a_worker_stays_when_its_engine_is_made():
+def test_making_an_engine_keeps_the_manager_of_its_worker():
     with RouterHarness(engine={"enable_prefix_caching": False}, judge_unpublished=True) as kv:
         manager = kv.worker(0).manager
         engine = kv.engine()
         assert manager is engine.worker.manager
 
 
-def test_a_run_that_is_refused_is_not_recorded():
+def test_a_refused_run_is_not_recorded():
     with RouterHarness() as kv:
         engine = kv.engine()
         engine.submit(kv.prompt(2), 2)

@@ -1,4 +1,4 @@
-"""What Dynamo's standalone indexer does with each dialect: it "recovers" what it missed, only "decodes", or neither
+"""What Dynamo's standalone indexer does with each dialect: it "recovers" missed events, only "decodes", or neither
 ("-").
 """
 
@@ -30,12 +30,12 @@ TABLE = {
 
 
 def does(dialect, release):
-    """What a release ("1.6") does with a dialect."""
+    """Return what a release ("1.6") does with a dialect."""
     return dict(zip((each.rpartition(".")[0] for each in RELEASES), TABLE[dialect], strict=True))[release]
 
 
 def markdown():
-    """The table as docs/fidelity.md has it."""
+    """Return the table of docs/fidelity.md."""
     heads = " | ".join(f"{release} decodes | {release} recovers" for release in RELEASES)
     lines = [f"| dialect | {heads} |", "|---|" + "---|" * 2 * len(RELEASES)]
     for dialect, row in TABLE.items():

@@ -1,4 +1,4 @@
-"""Dynamo's clients of KV events, asked as their users ask them: the standalone indexer over HTTP, the
+"""Dynamo's clients of KV events, queried as their users query them: the standalone indexer over HTTP, and the
 SelectionService.
 """
 
@@ -14,24 +14,24 @@ from time import monotonic
 from pytest_kvmock import RadixIndex, RadixIndexError, RouterEvent, StorageTier
 
 PATIENCE = 20.0
-"""Seconds for a process to be up, or for an answer to be right; what takes so long is broken."""
+"""Seconds until a process must be up, or an answer must be right."""
 
 _names = itertools.count()
 
 
 class ClientError(AssertionError):
-    """A client did not start, or refused what its users may ask."""
+    """A client did not start, or refused a request that its users may make."""
 
 
 class SetIndex:
-    """What an index answers that does not count copies, fed what was published: it skips what contradicts it.
+    """The answers of an index that does not count copies. It gets all published events, and skips contradictory ones.
 
     Args:
-        harness: the one whose workers publish.
+        harness: the harness whose workers publish.
         clears: what a Cleared empties, as in `RadixIndex`.
 
     Attributes:
-        misses: whether what is published now does not arrive.
+        misses: whether events published now are lost.
     """
 
     def __init__(self, harness, clears="rank"):
@@ -47,15 +47,15 @@ class SetIndex:
                 self._index.apply(event)
 
     def forget(self, worker):
-        """Forget a worker, all ranks."""
+        """Forget all ranks of a worker."""
         self._index.remove_worker(worker)
 
     def answer(self, prompt):
-        """Leading blocks of a prompt that each worker and rank holds, by `(worker, rank)`."""
+        """Return the leading blocks of a prompt that each worker and rank holds, by `(worker, rank)`."""
         return self._index.find_matches(prompt.block_hashes(self._block_size)).scores
 
     def answer_below(self, prompt):
-        """Those of worker 0 on the device, and those by which its host extends them."""
+        """Return the leading blocks of worker 0 on the device, and the blocks by which its host extends them."""
         found = self._index.find_tiered(prompt.block_hashes(self._block_size))
         return tuple(found.get(tier, {}).get((0, 0), 0) for tier in (StorageTier.DEVICE, StorageTier.HOST_PINNED))
 
@@ -69,17 +69,17 @@ class _Sink:
 
 
 class Indexer:
-    """`python -m dynamo.indexer`: a process, and the models that are known to it.
+    """`python -m dynamo.indexer`: a process with the models that it knows.
 
     Args:
-        log: the file that its log goes to.
+        log: the file for its log.
     """
 
     def __init__(self, log):
         self.log = log
         self._stack = contextlib.ExitStack()
         written = self._stack.enter_context(log.open("wb"))
-        for _ in range(5):  # another program may take the port between our look and its bind
+        for _ in range(5):  # another program may take the port between our check and its bind
             with socket.create_server(("127.0.0.1", 0)) as taken:
                 self.port = taken.getsockname()[1]
             command = [sys.executable, "-m", "dynamo.indexer", "--port", str(self.port), "--threads", "1"]
@@ -108,7 +108,7 @@ class Indexer:
         return self.log.read_text(errors="replace")
 
     def ask(self, method, path, body=None):
-        """Send a request; return the status and what was answered, parsed where it is JSON."""
+        """Send a request; return the status and the answer, which is parsed if it is JSON."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=PATIENCE)
         try:
             text = None if body is None else json.dumps(body)
@@ -120,7 +120,7 @@ class Indexer:
             connection.close()
 
     def model(self, block_size):
-        """A model that no test before has named, so that the tests of a module can share a process."""
+        """Return a model with a name that no earlier test used, so that the tests of a module can share a process."""
         return Model(self, f"model-{next(_names)}", block_size)
 
 
@@ -136,7 +136,7 @@ class Model:
         self.workers = {}
 
     def close(self):
-        """Unregister what is registered: a worker's id is known once in all models."""
+        """Unregister all workers: a worker's id must be unique over all models."""
         for worker in sorted(self.workers):
             self.unregister(worker)
 
@@ -147,7 +147,7 @@ class Model:
         return answer
 
     def register(self, worker, publisher, *, replay=True):
-        """Let it subscribe to each rank of a publisher, and return when it has."""
+        """Make the indexer subscribe to each rank of a publisher, and return when it has."""
         self.workers[worker] = publisher
         for rank, endpoint in enumerate(publisher.endpoints):
             body = {"instance_id": worker, "endpoint": endpoint, "dp_rank": rank, "block_size": self.block_size}
@@ -157,13 +157,13 @@ class Model:
         publisher.wait_subscribed(timeout=PATIENCE)
 
     def unregister(self, worker):
-        """Let it forget a worker, and return when its subscriptions have ended."""
+        """Make the indexer forget a worker, and return when its subscriptions have ended."""
         self._asked("/unregister", {"instance_id": worker})
         publisher = self.workers.pop(worker)
         publisher.settle(lambda: not any(map(publisher.subscriptions, range(publisher.ranks))), timeout=PATIENCE)
 
     def answer(self, prompt, **keys):
-        """Leading blocks of a prompt that each worker and rank holds on the device, by `(worker, rank)`."""
+        """Return the leading blocks of a prompt that each worker and rank holds on the device, by `(worker, rank)`."""
         scores = self._asked("/query", {"token_ids": list(prompt.tokens), **keys})["scores"]
         return {
             (int(worker), int(rank)): tokens // self.block_size

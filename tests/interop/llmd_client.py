@@ -1,7 +1,6 @@
-"""llm-d's client of KV events, a Go program that `tests/interop/llmd/` makes: its subscriber, its event pool, its
-index.
+"""llm-d's client of KV events, a Go program built from `tests/interop/llmd/`: its subscriber, event pool and index.
 
-Run as a program it builds that, which takes minutes the first time, and runs the tests with it:
+Run as a program, this module builds the client, which takes minutes the first time, and runs the tests with it:
 `python tests/interop/llmd_client.py 0.9 [ARGUMENT OF PYTEST...]`.
 """
 
@@ -17,7 +16,7 @@ from pathlib import Path
 import pytest
 
 PATIENCE = 20.0
-"""Seconds for an answer to be right; what takes so long is broken."""
+"""Seconds until an answer must be right."""
 
 MODEL = "model"
 PROGRAM = "KVMOCK_LLMD"
@@ -25,7 +24,7 @@ PROGRAM = "KVMOCK_LLMD"
 
 
 def llmd_program():
-    """Return the program, or skip the module: it is not named.
+    """Return the program, or skip the module if none is named.
 
     Raises:
         pytest.skip.Exception: with the reason.
@@ -37,13 +36,13 @@ def llmd_program():
 
 
 def version(program):
-    """The release of llm-d's module that a program was built with: "0.9"."""
+    """Return the release of llm-d's module that a program was built with: "0.9"."""
     message = subprocess.run([program, "-version"], check=True, capture_output=True, text=True, timeout=PATIENCE).stdout
     return ".".join(message.strip().removeprefix("v").split(".")[:2])
 
 
 def topic(worker):
-    """The topic of a worker: the client takes the pod and the model from it."""
+    """Return the topic of a worker, from which the client takes the pod and the model."""
     return f"kv@10.0.0.{worker}:8000@{MODEL}"
 
 
@@ -53,7 +52,7 @@ class LlmdClient:
     Args:
         program: its path.
         block_size: tokens of a block.
-        engine: whose decoder it uses: "vllm", or "sglang"; 0.5 has one for both.
+        engine: the engine whose decoder it uses: "vllm", or "sglang"; 0.5 has one for both.
     """
 
     def __init__(self, program, block_size, engine="vllm"):
@@ -94,13 +93,13 @@ class LlmdClient:
         return answer
 
     def subscribe(self, name, publisher):
-        """Let it subscribe to each rank of a publisher, and return when it has."""
+        """Make the client subscribe to each rank of a publisher, and return when it has."""
         for rank, endpoint in enumerate(publisher.endpoints):
             self._ask(do="subscribe", pod=f"{name} {rank}", endpoint=endpoint)
         publisher.wait_subscribed(timeout=PATIENCE)
 
     def answer(self, prompt, *, model=MODEL, tiers=None):
-        """Leading blocks of a prompt that each pod holds, by its number; on any tier, or on one of these."""
+        """Return the leading blocks of a prompt that each pod holds, by its number; on any tier, or on these tiers."""
         blocks = self._ask(do="lookup", model=model, tokens=list(prompt.tokens)).get("blocks", [])
         found, active = {}, None
         for depth, entries in enumerate(blocks, 1):

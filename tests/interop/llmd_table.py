@@ -1,6 +1,6 @@
 """What llm-d's client does with each dialect: whether it decodes it, and finds a LoRA adapter's blocks by its name.
 
-Columns: 0.5.0; 0.9.0 with its decoder for vLLM, and with that for SGLang; the LoRA column is of 0.9.0's for vLLM.
+Columns: 0.5.0; 0.9.0 with its decoder for vLLM; 0.9.0 with its decoder for SGLang; LoRA in 0.9.0 with that for vLLM.
 """
 
 DECODERS = (("0.5", "vllm"), ("0.9", "vllm"), ("0.9", "sglang"))
@@ -30,17 +30,17 @@ TABLE = {
 
 
 def decodes(dialect, release, engine):
-    """Whether a release ("0.9"), with its decoder for an engine, decodes a dialect."""
+    """Return whether a release ("0.9"), with its decoder for an engine, decodes a dialect."""
     return TABLE[dialect][DECODERS.index((release, engine))]
 
 
 def finds_lora(dialect, release):
-    """Whether a release, with its decoder for vLLM, finds the blocks of an adapter by its name."""
+    """Return whether a release, with its decoder for vLLM, finds the blocks of an adapter by its name."""
     return decodes(dialect, release, "vllm") and TABLE[dialect][-1]
 
 
 def markdown():
-    """The table as docs/fidelity.md has it."""
+    """Return the table of docs/fidelity.md."""
     lines = [
         "| dialect | 0.5.0 decodes | 0.9.0 decodes as vLLM's | 0.9.0 decodes as SGLang's | 0.9.0 finds LoRA |",
         "|---|---|---|---|---|",

@@ -1,5 +1,5 @@
-"""The real things: `dynamo._core` of ai-dynamo-runtime (dependency group `interop`), vLLM, SGLang and Ray, where
-they are installed.
+"""The originals: `dynamo._core` of ai-dynamo-runtime (dependency group `interop`), vLLM, SGLang and Ray, if they are
+installed.
 """
 
 import json
@@ -16,7 +16,7 @@ import pytest
 
 
 def dynamo_core(*releases):
-    """Return `dynamo._core`, or skip the module: it is not there, or of none of these releases ("1.2").
+    """Return `dynamo._core`, or skip the module if it is missing or not of one of these releases ("1.2").
 
     Raises:
         pytest.skip.Exception: with the reason.
@@ -35,16 +35,16 @@ def dynamo_core(*releases):
 
 
 def engine(name, *modules, group=None):
-    """Return modules of an engine, or of another program, or skip the module: they cannot be imported here.
+    """Return modules of an engine or of another program, or skip the module if they cannot be imported.
 
-    Engines are in no group: they are gigabytes. Only their block managers are used, which need no GPU.
+    Engines are in no dependency group: they are gigabytes. Only their block managers are used, which need no GPU.
 
     Raises:
         pytest.skip.Exception: with the reason.
     """
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # theirs, and those of what they import
+        warnings.simplefilter("ignore")  # the engine's, and its imports'
         try:
             found = [import_module(f"{name}.{module}") for module in modules]
         except ImportError as error:
@@ -55,7 +55,7 @@ def engine(name, *modules, group=None):
 
 
 def release():
-    """Return the release of ai-dynamo-runtime that is installed: "1.6"."""
+    """Return the installed release of ai-dynamo-runtime: "1.6"."""
     return ".".join(metadata.version("ai-dynamo-runtime").split(".")[:2])
 
 
@@ -65,8 +65,8 @@ def play_in_wheel(cases):
 
 
 def play_routed(cases):
-    """Return likewise, and what its router said of each pick: chosen worker, and of each candidate overlap, prefill,
-    decode, cost.
+    """Return the answers, and the router's log of each pick: the chosen worker, and the overlap, prefill, decode and
+    cost of each candidate.
     """
     answers, log = _answers(cases, DYN_LOG="error,dynamo_kv_router::scheduling::selector=debug")
     logs = _COLOURS.sub("", log).split("\nreplay\n")[1:]
@@ -74,7 +74,7 @@ def play_routed(cases):
 
 
 def play_chosen(cases):
-    """Return likewise of 1.6, whose router says of each pick who was chosen only: worker, overlap, cost."""
+    """Return the answers and the picks of 1.6, whose router logs only worker, overlap and cost of the chosen one."""
     answers, log = _answers(cases, DYN_LOG="error,dynamo_kv_router::scheduling::selector=debug")
     logs = _COLOURS.sub("", log).split("\nreplay\n")[1:]
     found = [[(int(each[1]), float(each[3]), float(each[2])) for each in _CHOSEN.finditer(log)] for log in logs]

@@ -1,4 +1,4 @@
-"""Random replays, of the kinds that are recorded: cases of numbers, strings and lists alone, one for each seed.
+"""Random replays of the kinds that are recorded: cases of only numbers, strings and lists, one for each seed.
 
 A case is a dict like those of the recordings: `scheduler` ("vllm" or "sglang"), `seed`, `requests` (rows of a Mooncake
 trace), `engine` (or `prefill_engine` and `decode_engine`) and `replay`: the arguments of Dynamo's `MockEngineArgs` and
@@ -13,7 +13,7 @@ _OUTPUTS = (1, 1, 2, 2, 3, 3, 5, 8, 12)
 
 
 def random_case(kind, seed):
-    """Return the case of one of KINDS and a seed; the same one always."""
+    """Return the case of a seed and of a kind in KINDS; it is always the same."""
     rng = Random(f"{kind} {seed}")
     case = {"scheduler": "vllm", "kind": kind, "seed": seed}
     if kind == "vllm":
@@ -28,10 +28,10 @@ def random_case(kind, seed):
 
 
 def routed_case(seed):
-    """Return the case of a seed with two workers or more, behind Dynamo's KV router."""
+    """Return the case of a seed with two or more workers behind Dynamo's KV router."""
     rng = Random(f"routed {seed}")
     case = {"scheduler": "vllm", "kind": "routed", "seed": seed} | _vllm(rng)
-    case["engine"].pop("enable_prefix_caching", None)  # 1.2.1 feeds its router all the same
+    case["engine"].pop("enable_prefix_caching", None)  # 1.2.1 sends its router events even without it
     case["replay"]["num_workers"] = rng.choice((2, 2, 3, 4, 8))
     if "replay_concurrency" in case["replay"]:
         case["replay"]["replay_concurrency"] = rng.choice((1, 2, 3, 6, 12))
@@ -57,7 +57,7 @@ def routed_case(seed):
 
 
 def random_cases(kind, number, first=0):
-    """Return the cases of `number` seeds from `first` on."""
+    """Return the cases of `number` seeds, beginning with `first`."""
     return [random_case(kind, seed) for seed in range(first, first + number)]
 
 
@@ -151,7 +151,7 @@ def _sessions(rng):
 
 
 def _sessions_of(rng, engine, replay):
-    """Return conversations: every turn has the tokens of the one before it, or of none, and more."""
+    """Return conversations: a turn has the tokens of the turn before it, or of none, and more."""
     rows = []
     fresh = 1
     now = 0
@@ -178,7 +178,7 @@ def _sessions_of(rng, engine, replay):
     if order < 0.5:
         rows.sort(key=lambda row: row[0])  # sessions interleave
     elif order < 0.6:
-        rows.sort(key=lambda row: row[1]["session_id"], reverse=True)  # the later ones stand first
+        rows.sort(key=lambda row: row[1]["session_id"], reverse=True)  # the later sessions come first
     return [row for _, row in rows]
 
 
@@ -195,7 +195,7 @@ def _replay(rng, engine, hash_size=None):
 
 
 def _requests(rng, engine, number, hash_size=None):
-    """Return rows with prompts of 1 to 5 hash ids, one in three of which begins as an earlier one does."""
+    """Return rows with prompts of 1 to 5 hash ids; one in three begins like an earlier one."""
     size = hash_size or engine["block_size"]
     if rng.random() < 0.1 and engine["num_gpu_blocks"] >= 20:
         number += 10
@@ -218,7 +218,7 @@ def _requests(rng, engine, number, hash_size=None):
 
 
 def _lengths(rng, engine, ids, size):
-    """Return the lengths of a request of these hash ids, that fit its engine: nearly always."""
+    """Return the lengths of a request with these hash ids, which nearly always fit its engine."""
     length = len(ids) * size - rng.choice((0, 0, 0, 1, size // 2))
     output = rng.choice(_OUTPUTS)
     while length + output > engine["num_gpu_blocks"] * engine["block_size"] and rng.random() < 0.98:

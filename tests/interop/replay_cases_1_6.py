@@ -1,7 +1,7 @@
-"""Random replays of 1.6.1: cases as `replay_cases` makes them, with the nested arguments and what is new in that
+"""Random replays of 1.6.1: cases as `replay_cases` makes them, with the nested arguments and the additions of that
 release.
 
-`engine` (or `prefill_engine` and `decode_engine`) is the group of that name; `dp_size` stands beside it.
+`engine` (or `prefill_engine` and `decode_engine`) is the argument group of that name; `dp_size` is next to it.
 """
 
 from random import Random
@@ -12,7 +12,7 @@ KINDS = ("vllm", "sglang", "trtllm", "disaggregated", "moments", "ranks", "draft
 
 
 def random_case(kind, seed):
-    """Return the case of one of KINDS and a seed; the same one always."""
+    """Return the case of a seed and of a kind in KINDS; it is always the same."""
     if kind == "moments":
         return _moments(Random(f"1.6 moments {seed}"), random_case("disaggregated", seed) | {"kind": kind})
     if kind == "drafts":
@@ -44,7 +44,7 @@ def _case(rng, kind, case):
 
 
 def _drafts(rng, case):
-    """Have passes try drafts, and requests with output enough for some."""
+    """Make passes try drafts, and give requests enough output for some."""
     engine = case["engine"]
     engine.pop("decode_speedup_ratio", None)  # it must be 1
     engine["aic_nextn"] = rng.randint(1, 5)
@@ -60,9 +60,7 @@ def _drafts(rng, case):
 
 
 def _moments(rng, case):
-    """Have passes last tens of milliseconds and requests arrive at such times, so that several things happen at one
-    moment.
-    """
+    """Make passes last tens of milliseconds and requests arrive at such times, so that several events coincide."""
     for name in ("prefill_engine", "decode_engine"):
         engine = case[name]
         for field in ("speedup_ratio", "decode_speedup_ratio"):
@@ -79,14 +77,12 @@ def _moments(rng, case):
 
 
 def random_cases(kind, number, first=0):
-    """Return the cases of `number` seeds from `first` on."""
+    """Return the cases of `number` seeds, beginning with `first`."""
     return [random_case(kind, seed) for seed in range(first, first + number)]
 
 
 def _watch(rng, case):
-    """Have the clock of some cases stop, their report look for goodput, and a row without a session among the
-    others.
-    """
+    """Make the clock of some cases stop, their report count goodput, and add a row without a session."""
     replay = case["replay"]
     if rng.random() < 0.2:
         replay["max_sim_time_ms"] = rng.choice((0.0, 5.0, 20.0, 61.3, 150.0, 400.0))
@@ -97,7 +93,7 @@ def _watch(rng, case):
         if rng.random() < 0.5:
             replay["sla_itl_ms"] = rng.choice((6.82, 7.0, 12.0))
     if "prefill_schedule_interval" in case.get("engine", ()) and rng.random() < 0.2:
-        case["engine"]["max_num_batched_tokens"] = rng.choice((1, 2, 3))  # fewer than there are requests that decode
+        case["engine"]["max_num_batched_tokens"] = rng.choice((1, 2, 3))  # fewer than the decoding requests
     if rng.random() < 0.2:
         row = {"timestamp": 0} | rng.choice(case["requests"])
         alone = {name: value for name, value in row.items() if name not in ("session_id", "delay")}
@@ -105,9 +101,7 @@ def _watch(rng, case):
 
 
 def _strain(rng, case):
-    """Have some cases of SGLang's type more requests, many without output, and a queue that is put in order and
-    waits.
-    """
+    """Give some cases of SGLang's type more requests, many without output, and a queue that is sorted and waits."""
     engine, replay, rows = case["engine"], case["replay"], case["requests"]
     if rng.random() < 0.3 and not any("session_id" in row for row in rows):
         rows += _requests(rng, engine, rng.randint(10, 20), hash_size=replay["trace_block_size"])
@@ -122,7 +116,7 @@ def _strain(rng, case):
 
 def _rows(rng, engine, replay, number):
     """Return requests: alone or in sessions, a few without output, a few that are too large."""
-    replay["trace_block_size"] = max(4, engine["block_size"])  # of fewer, lengths do not fit the hash ids
+    replay["trace_block_size"] = max(4, engine["block_size"])  # with fewer, lengths do not fit the hash ids
     if rng.random() < 0.3:
         rows = _sessions_of(rng, engine, replay)
     else:
@@ -195,7 +189,7 @@ def _disaggregated(rng):
         engine = make(rng) | {"block_size": first["block_size"], "worker_type": worker}
         engine["num_gpu_blocks"] = max(engine["num_gpu_blocks"], 8)
         options = engine.get("sglang", {})
-        options.pop("chunked_prefill_size", None)  # of another page size
+        options.pop("chunked_prefill_size", None)  # it is for another page size
         if rng.random() < 0.5:
             engine.pop("max_model_len", None)
         if rng.random() < 0.7:
@@ -211,6 +205,6 @@ def _disaggregated(rng):
     else:
         replay["num_prefill_workers"] = replay["num_decode_workers"] = 1
     rows = _rows(rng, smallest, replay, rng.randint(1, 8))
-    for row in rows:  # one without output keeps its pages until its pass ends
+    for row in rows:  # a request without output keeps its pages until its pass ends
         row["output_length"] = max(1, row["output_length"])
     return {**engines, "replay": replay, "requests": rows}

@@ -1,12 +1,12 @@
 """Plays replays in the installed ai-dynamo-runtime: `python replay_wheel.py [SECONDS] < cases > results`.
 
-Reads one case a line (`replay_cases.Case.to_json`), writes one answer a line, in the same order: `{"summary": {...}}`,
-with `"per_request": [...]` where the release tells it, or `{"error": text}`. Every case runs in a fork of a process
-that has loaded the release, with a timer of processor time: the original loops for ever on some replays, in native
-code that no signal handler of Python's could interrupt. Such a case reads `{"error": "timeout"}`; a case that kills its
-process (a panic that aborts) `{"error": "died with ..."}`.
+Reads one case per line (`replay_cases.Case.to_json`) and writes one answer per line in the same order:
+`{"summary": {...}}`, with `"per_request": [...]` if the release reports it, or `{"error": text}`. Every case runs in a
+fork of a process that has loaded the release, with a timer of processor time: on some replays the original loops for
+ever, in native code that no signal handler of Python can interrupt. The answer is then `{"error": "timeout"}`. If a
+case kills its process (a panic that aborts), the answer is `{"error": "died with ..."}`.
 
-Needs nothing of this project: it is run by the Python of any environment that has the wheel.
+Needs nothing of this project: the Python of any environment with the wheel can run it.
 """
 
 import json
@@ -21,13 +21,13 @@ SECONDS = 0.3  # of processor time: a case takes some milliseconds
 
 
 def play(core, case, directory):
-    """Return what the release answers for one case."""
-    reports = metadata.version("ai-dynamo-runtime") != "1.2.1"  # it tells no times per request
+    """Return the answer of the release to one case."""
+    reports = metadata.version("ai-dynamo-runtime") != "1.2.1"  # 1.2.1 reports no times per request
     trace = Path(directory, "trace.jsonl")
     trace.write_text("".join(f"{json.dumps(request)}\n" for request in case["requests"]))
     report = Path(directory, "report.jsonl")
     options = dict(case["replay"])
-    if "router" in case:  # the log of its router is told apart by this line
+    if "router" in case:  # this line separates the router's log from others
         os.write(2, b"\nreplay\n")
         options |= {"router_mode": "kv_router", "router_config": core.KvRouterConfig(**case["router"])}
     if "engine" in case:
@@ -53,7 +53,7 @@ def play(core, case, directory):
 
 
 def engine_args(core, fields, dp_size=1):
-    """Return `MockEngineArgs` of the fields of a case, or from 1.6 on the mapping that has taken its place."""
+    """Return `MockEngineArgs` of the fields of a case, or from 1.6 on the mapping that replaces it."""
     if not hasattr(core, "MockEngineArgs"):
         return {"engine": fields, "dp_size": dp_size}
     fields = dict(fields)
@@ -63,7 +63,7 @@ def engine_args(core, fields, dp_size=1):
 
 
 def play_all(cases, seconds, write):
-    """Play cases in forks; `write` takes each answer. A fork plays on until a case ends it."""
+    """Play cases in forks and pass each answer to `write`. A fork plays on until a case ends it."""
     from dynamo import _core as core
 
     done = 0
@@ -100,7 +100,7 @@ def _play_in_fork(core, cases, seconds, writing):
 
 
 def main():
-    """Play what stands on standard input."""
+    """Play the cases of standard input."""
     os.environ.setdefault("DYN_LOG", "error")
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS
 

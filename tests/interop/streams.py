@@ -1,7 +1,7 @@
-"""Random event streams, and what the real tree must answer to them.
+"""Random event streams, and the answers that the real tree must give.
 
-Run as a program it is the long differential: `python tests/interop/streams.py RUNS [FIRST_SEED]` compares with
-whichever release is installed and prints counts.
+Run as a program, it is the long differential: `python tests/interop/streams.py RUNS [FIRST_SEED]` compares with the
+installed release and prints counts.
 """
 
 # ruff: noqa: T201 - it is a program too
@@ -17,7 +17,7 @@ from pytest_kvmock.oracle.index.index import InvalidBlockSequence
 
 REFUSED = "Failed to apply event: "
 DEAD = "RadixTree request was cancelled"
-"""What every call answers once the real tree's thread has panicked."""
+"""The answer of every call after the real tree's thread has panicked."""
 
 
 class DifferenceError(AssertionError):
@@ -28,9 +28,9 @@ class DifferenceError(AssertionError):
 
 
 def shortcut_matches(index, query, early_exit):
-    """What 1.2.1's walk answers on the index's own tree, and whether its shortcut was wrong on the way.
+    """Return the answer of 1.2.1's walk on the index's own tree, and whether its shortcut was wrong on the way.
 
-    The shortcut: two sets of workers of one size are taken for the same set (reference of the rule: kv-router 1.2.1,
+    The shortcut: two sets of workers of the same size count as the same set (source of the rule: kv-router 1.2.1,
     `find_matches`).
     """
     tree = index._device
@@ -59,7 +59,7 @@ def shortcut_matches(index, query, early_exit):
 
 
 def self_edges(index):
-    """Every `(block, local hash)` that leads from a block to itself."""
+    """Return every `(block, local hash)` that leads from a block to itself."""
     tree = index._device
     seen = {tree.root, *(node for rank in tree.ranks.values() for node in rank.blocks.values())}
     queue, found = deque(seen), set()
@@ -75,10 +75,10 @@ def self_edges(index):
 
 
 def verdict_of_1_2_1(index, event):
-    """Apply to our index; return the text that 1.2.1 must answer ("" for none).
+    """Apply an event to our index; return the text that 1.2.1 must answer ("" for none).
 
-    Of a block under itself, 1.2.1 refuses the first Stored, which leaves the edge behind. The next one that walks that
-    edge borrows the block twice and panics (`RefCell already mutably borrowed`); the tree answers no more.
+    If a block is its own parent, 1.2.1 refuses the first Stored, which leaves the edge behind. The next one that walks
+    that edge borrows the block twice and panics (`RefCell already mutably borrowed`); the tree answers no more.
     """
     edges = self_edges(index)
     try:
@@ -91,7 +91,7 @@ def verdict_of_1_2_1(index, event):
 
 
 def apply_to(tree, event):
-    """Apply to the real tree; return its error's text ("" for none)."""
+    """Apply an event to the real tree; return its error's text ("" for none)."""
     try:
         tree.apply_event(event.worker_id, event.event.to_json().encode())
     except RuntimeError as error:
@@ -103,7 +103,7 @@ def apply_to(tree, event):
 
 
 class AnyStream:
-    """Events that need not make sense, over few hashes; or, in two of five runs, chained ones of careless engines.
+    """Events that need not make sense, over few hashes; in two of five runs, chained events of careless engines.
 
     Attributes:
         rnd: the run's generator.
@@ -124,7 +124,7 @@ class AnyStream:
         return [self.rnd.randint(1, self.locals) for _ in range(self.rnd.randint(0, most))]
 
     def step(self):
-        """The next event, or the name of a call and its worker."""
+        """Return the next event, or the name of a call and its worker."""
         rnd = self.rnd
         worker, kind = rnd.randrange(self.workers), rnd.random()
         if kind < 0.03:
@@ -161,10 +161,10 @@ class AnyStream:
 
 
 def run_1_2_1(core, seed, counts, *, steps=60, queries=4):
-    """One run against 1.2.1: verdict and matches after each step.
+    """Run one seed against 1.2.1, and compare error and matches after each step.
 
     Raises:
-        DifferenceError: the real tree answers anything but what it must.
+        DifferenceError: the real tree gives another answer than it must.
     """
     stream, real, index = AnyStream(seed), core.RadixTree(), RadixIndex(clears="worker")
     counts["runs"] += 1
@@ -194,14 +194,14 @@ def run_1_2_1(core, seed, counts, *, steps=60, queries=4):
                     f"seed {seed} step {number}: find {query} early_exit={early_exit}: real {answered}, ours by its "
                     f"rule {expected}, exact {exact}"
                 )
-    index.dump_events()  # ends on cycles; the real one is never asked for its dump here, it does not
+    index.dump_events()  # it ends even with cycles; the real tree's dump does not, so it is not called here
 
 
 # --------------------------------------------------------------------------------------------- leaf-first streams
 
 
 class LeafFirstStream(AnyStream):
-    """Chained hashes; what is removed is removed with all its descendants, deepest first. Some events are wrong.
+    """Chained hashes; a block is removed with all its descendants, deepest first. Some events are wrong.
 
     Attributes:
         held: the blocks of each worker and rank, each as its chain of local hashes.
@@ -254,10 +254,10 @@ class LeafFirstStream(AnyStream):
 
 
 def run_leaf_first(core, seed, counts, *, steps=60, queries=4):
-    """One leaf-first run against 1.6.1, without `early_exit`: verdict and matches after each step, and the dump.
+    """Run one leaf-first seed against 1.6.1, without `early_exit`; compare each step's error and matches and the dump.
 
     Raises:
-        DifferenceError: there is any.
+        DifferenceError: there is a difference.
     """
     stream, real, index = LeafFirstStream(seed), core.RadixTree(), RadixIndex()
     counts["runs"] += 1
@@ -290,7 +290,7 @@ def run_leaf_first(core, seed, counts, *, steps=60, queries=4):
 
 
 def rows(events):
-    """The blocks of a dump, one row each, without ids; a run of blocks in one event is taken apart."""
+    """Return the blocks of a dump, one row each, without event ids; events with several blocks are split."""
     found = set()
     for event in events:
         data = event.event.data

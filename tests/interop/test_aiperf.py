@@ -20,7 +20,7 @@ if BINARY is None:
     )
 
 
-def test_it_measures_a_served_engine(tmp_path):
+def test_aiperf_measures_a_served_engine(tmp_path):
     write_tokenizer(tmp_path / "tokenizer")
     shape = ["--synthetic-input-tokens-mean", "200", "--output-tokens-mean", "20", "--concurrency", "4"]
     with (

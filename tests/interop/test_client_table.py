@@ -1,6 +1,4 @@
-"""The tables of Dynamo's and llm-d's clients have every dialect that is spoken over ZMQ, and the page on fidelity
-has them.
-"""
+"""The tables of Dynamo's and llm-d's clients have every dialect of ZMQ, and the page on fidelity has the tables."""
 
 from pathlib import Path
 
@@ -14,12 +12,12 @@ TABLES = [client_table, llmd_table]
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_every_dialect_of_zmq_is_in_the_table(table):
-    read = "trtllm-1.3-zmq"  # as read: no client was run beside it
+def test_every_zmq_dialect_is_in_the_table(table):
+    read = "trtllm-1.3-zmq"  # only its source was read: no client was run against it
     assert [name for name, dialect in DIALECTS.items() if dialect.replay and name != read] == [*table.TABLE]
 
 
 @pytest.mark.parametrize("table", TABLES)
-def test_the_page_has_the_table(table):
+def test_the_fidelity_page_has_the_table(table):
     page = Path(__file__).parents[2] / "docs/fidelity.md"
     assert table.markdown() in page.read_text(encoding="utf-8")

@@ -1,6 +1,7 @@
 """Our reader of Dynamo's JSON against Dynamo's own: any release from 1.2 on.
 
-One difference is known and left: serde also reads an object from an array of its fields in order, which nobody writes.
+One difference is known and accepted: serde also reads an object from an array of its fields in order. No writer does
+that.
 """
 
 import copy
@@ -18,7 +19,7 @@ U64 = 2**64 - 1
 
 
 def accepts(text):
-    """Does Dynamo read it? What the index says of the event then does not matter here."""
+    """Return whether Dynamo reads the text. The index may still refuse the event; that does not matter here."""
     try:
         core.RadixTree().apply_event(0, text.encode())
     except (ValueError, RuntimeError) as error:
@@ -41,7 +42,7 @@ def mm_info(rnd):
 
 
 def valid(rnd):
-    """A document that both read."""
+    """Return a document that both read."""
     kind = rnd.randrange(3)
     if kind == 0:
         count = rnd.randrange(4)
@@ -84,7 +85,7 @@ KEYS = ["event_id", "data", "dp_rank", "parent_hash", "blocks", "stored", "remov
 
 
 def places(value):
-    """Every `(container, key)` in a document."""
+    """Yield every `(container, key)` in a document."""
     entries = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, inner in list(entries):
         yield value, key
@@ -108,14 +109,14 @@ def corrupt(rnd, document):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_what_we_write_the_real_deserializer_reads(seed):
+def test_the_real_deserializer_reads_what_we_write(seed):
     rnd = random.Random(seed)
     texts = [json.dumps(valid(rnd)) for _ in range(100)]
     assert [text for text in texts if not accepts(text)] == []
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_spoiled_document_is_read_by_both_or_by_neither(seed):
+def test_a_corrupted_document_is_read_by_both_or_by_neither(seed):
     rnd = random.Random(seed)
     verdicts = set()
     for _ in range(200):

@@ -1,9 +1,8 @@
-"""The fifteen policies of gorgo-lb hold the contract of routers, with a line each at most that declares what they do on
-purpose.
+"""The fifteen policies of gorgo-lb pass the contract of routers; at most a line each declares what they do on purpose.
 
-Around them is what their reference proxy keeps: a trie of what was sent where, tokens and requests that are open by its
-own count, and metrics of the engines, which the candidates show. All replicas are one network hop away, so that by
-latency they are alike.
+The tests supply what the reference proxy of the policies keeps: a trie of the requests sent, its own count of open
+tokens and requests, and metrics of the engines, which the candidates have. All replicas are one network hop away, so
+their latencies are equal.
 """
 
 import random
@@ -42,9 +41,9 @@ TESTS = names_of_tests(RouterContract)
 
 
 class Proxy:
-    """A policy behind what a proxy keeps."""
+    """A policy behind the state that a proxy keeps."""
 
-    needs_candidates = True  # with nobody there the policies raise
+    needs_candidates = True  # without candidates the policies raise
 
     def __init__(self, name):
         self.policy = base.get_policy(name)
@@ -101,7 +100,7 @@ class Proxy:
 
 @pytest.mark.parametrize("test", TESTS)
 @pytest.mark.parametrize("name", DECLARED)
-def test_the_policies_keep_the_promises_of_any_router(name, test):
+def test_each_gorgo_policy_passes_the_contract_of_routers(name, test):
     random.seed(0)  # the policies draw from it
     traits = {DECLARED[name]: True} if DECLARED[name] else {}
     contract = type("OfPolicy", (RouterContract,), {"make_router": lambda self: Proxy(name), **traits})

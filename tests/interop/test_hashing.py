@@ -28,7 +28,7 @@ def theirs(tokens, block_size, *, lora_name=None, cache_namespace=None, mm_hashe
 
 
 def case(rnd):
-    """One call: any length from nothing to a few blocks with a short tail, and each option in a third of the cases."""
+    """Return one call: a length of zero to a few blocks with a short tail, each option in a third of the cases."""
     block_size = rnd.choice([1, 2, 3, 4, 7, 16, 32, 64, 128])
     blocks = rnd.randrange(6)
     count = max(0, blocks * block_size + rnd.choice([0, 0, 1, block_size - 1]) - rnd.randrange(2))
@@ -50,7 +50,7 @@ def case(rnd):
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_three_hundred_random_cases_hash_alike(seed):
+def test_three_hundred_random_cases_have_equal_hashes(seed):
     rnd = random.Random(seed)
     for _ in range(300):
         tokens, block_size, options = case(rnd)
@@ -63,7 +63,7 @@ def test_three_hundred_random_cases_hash_alike(seed):
     [(1, 2, 3, 4), range(4), b"\x01\x02\x03\x04", [True, False, 2, 3]],
     ids=["tuple", "range", "bytes", "bools"],
 )
-def test_any_sequence_of_integers_hashes_alike(tokens):
+def test_any_sequence_of_integers_has_equal_hashes(tokens):
     assert core.compute_block_hash_for_seq(tokens, 2) == block_hashes(tokens, 2)
 
 
@@ -72,7 +72,7 @@ def test_any_sequence_of_integers_hashes_alike(tokens):
     [([-1], 1), ([2**32], 1), ([1.0], 1), (["1"], 1), ([None], 1), ("12", 1), (7, 1), ([1], 0), ([1], -1), ([1], 1.5)],
     ids=repr,
 )
-def test_what_the_binding_refuses_is_refused(tokens, block_size):
+def test_tokens_that_the_binding_refuses_are_refused(tokens, block_size):
     with pytest.raises((TypeError, ValueError, OverflowError)):
         core.compute_block_hash_for_seq(tokens, block_size)
     with pytest.raises((TypeError, ValueError)):

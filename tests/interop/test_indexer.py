@@ -1,8 +1,7 @@
-"""Dynamo's standalone indexer subscribes to our publishers, in every dialect, with batches lost, late, and after a
-restart.
+"""Dynamo's standalone indexer subscribes to our publishers, in every dialect, with lost and late batches and restarts.
 
-What it decodes and what it recovers is a table. Beside that its answers must be those of an index of sets that was fed
-the raw stream: it does not count copies.
+A table records what it decodes and what it recovers. Apart from that, its answers must equal those of an index of sets
+that gets the raw stream: the indexer does not count copies.
 """
 
 import pytest
@@ -18,12 +17,12 @@ UNREAD = "Failed to decode KvEventBatch"
 
 
 def asked(publisher):
-    """The rank and the first batch of each replay that was asked for."""
+    """Return the rank and the first batch of each requested replay."""
     return sorted((replay.dp_rank, replay.start) for replay in publisher.replays)
 
 
 def those_that(*what):
-    """Run over the dialects with which the installed release does one of these."""
+    """Run over the dialects with which the installed release does one of these things."""
     dialects = [dialect for dialect in TABLE if does(dialect, RELEASE) in what]
     if not dialects:
         return pytest.mark.skip(f"ai-dynamo-runtime {RELEASE} {' or '.join(what)} with no dialect")
@@ -56,9 +55,9 @@ class Fleet:
     """Two workers of two ranks, each with its publisher.
 
     Attributes:
-        index: an index of sets that is fed all that is published.
-        arrived: another, which misses what does not arrive.
-        prompts: what was served.
+        index: an index of sets that gets all published events.
+        arrived: another index, which does not get lost events.
+        prompts: the served prompts.
     """
 
     def __init__(self, harness, make_prompt, make_publisher):
@@ -73,9 +72,7 @@ class Fleet:
             model.register(worker, publisher)
 
     def serve(self, rounds):
-        """Serve prompts, in whole or in part new, on each rank of each worker: a batch each, with evictions and
-        copies.
-        """
+        """Serve wholly or partly new prompts on each rank of each worker, a batch each, with evictions and copies."""
         for number in range(rounds):
             for worker, publisher in zip(WORKERS, self.publishers, strict=True):
                 for rank in range(publisher.ranks):
@@ -102,14 +99,14 @@ class Fleet:
                 self.harness.worker(worker, dp_rank=rank).restart(announced=True)
 
     def settle(self, model, index):
-        """Wait until a client's answers are those of an index, for all prompts."""
+        """Wait until a client's answers equal those of an index, for all prompts."""
         expected = [index.answer(prompt) for prompt in self.prompts]
         self.publishers[0].settle(lambda: [model.answer(prompt) for prompt in self.prompts], expected, PATIENCE)
         return expected
 
 
 @those_that("decodes", "recovers")
-def test_it_answers_as_an_index_of_sets_that_is_fed_the_stream(fleet, model):
+def test_the_indexer_answers_like_an_index_of_sets(fleet, model):
     fleet.register(model)
     fleet.serve(6)
     expected = fleet.settle(model, fleet.index)
@@ -118,7 +115,7 @@ def test_it_answers_as_an_index_of_sets_that_is_fed_the_stream(fleet, model):
 
 
 @those_that("recovers")
-def test_the_indexer_asks_for_lost_events_and_is_right_again(fleet, model):
+def test_the_indexer_recovers_lost_events(fleet, model):
     fleet.register(model)
     fleet.serve(2)
     fleet.lose(2)
@@ -128,17 +125,17 @@ def test_the_indexer_asks_for_lost_events_and_is_right_again(fleet, model):
 
 
 @those_that("decodes")
-def test_what_was_lost_stays_lost_where_replays_have_the_topic_and_it_expects_none(fleet, model):
+def test_lost_events_stay_lost_if_replays_have_a_topic_that_the_indexer_does_not_expect(fleet, model):
     fleet.register(model)
     fleet.serve(2)
     fleet.lose(2)
     fleet.serve(2)
     assert fleet.settle(model, fleet.arrived) != [fleet.index.answer(prompt) for prompt in fleet.prompts]
-    assert {*asked(fleet.publishers[0]), *asked(fleet.publishers[1])} == {(0, 2), (1, 2)}  # it did ask
+    assert {*asked(fleet.publishers[0]), *asked(fleet.publishers[1])} == {(0, 2), (1, 2)}  # it did request them
 
 
 @those_that("-")
-def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_again(fleet, model):
+def test_the_indexer_cannot_read_hashes_as_bytes_and_requests_the_batches_again(fleet, model):
     failures = model.indexer.log_text().count(UNREAD)
     fleet.register(model)
     fleet.serve(2)
@@ -149,7 +146,7 @@ def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_again(f
 
 
 @those_that("recovers")
-def test_one_that_comes_late_asks_at_the_first_live_batch(fleet, model):
+def test_an_indexer_that_registers_late_recovers_at_the_first_live_batch(fleet, model):
     fleet.serve(3)
     fleet.register(model)
     assert [*map(asked, fleet.publishers)] == [[], []]
@@ -159,7 +156,7 @@ def test_one_that_comes_late_asks_at_the_first_live_batch(fleet, model):
 
 
 @those_that("decodes", "recovers")
-def test_after_a_restart_it_drops_batches_until_their_old_number_and_keeps_the_old_blocks(fleet, model):
+def test_after_a_restart_the_indexer_drops_batches_up_to_the_old_number_and_keeps_old_blocks(fleet, model):
     fleet.register(model)
     fleet.serve(3)
     fleet.settle(model, fleet.index)
@@ -171,7 +168,7 @@ def test_after_a_restart_it_drops_batches_until_their_old_number_and_keeps_the_o
     fleet.arrived.misses = False
     fleet.serve(1)
     expected = fleet.settle(model, fleet.arrived)
-    assert [{}] * old == [fleet.index.answer(prompt) for prompt in fleet.prompts[:old]]  # the engines have none of them
+    assert [{}] * old == [fleet.index.answer(prompt) for prompt in fleet.prompts[:old]]  # the engines hold none of them
     assert any(expected[:old])
     assert not any(expected[old:-4])
     assert [len(answer) for answer in expected[-4:]] == [1] * 4
@@ -179,8 +176,8 @@ def test_after_a_restart_it_drops_batches_until_their_old_number_and_keeps_the_o
 
 
 @those_that("recovers")
-@pytest.mark.kvmock(dp_size=1)  # of several ranks, 1.3.1 applies the Cleared of one in a replay to all
-def test_to_unregister_and_register_recovers_it_of_a_restart(fleet, model):
+@pytest.mark.kvmock(dp_size=1)  # with several ranks, 1.3.1 applies one rank's Cleared in a replay to all ranks
+def test_unregistering_and_registering_again_recovers_the_indexer_after_a_restart(fleet, model):
     fleet.register(model)
     fleet.serve(3)
     fleet.settle(model, fleet.index)
@@ -195,22 +192,22 @@ def test_to_unregister_and_register_recovers_it_of_a_restart(fleet, model):
 
 @pytest.mark.kv_dialects("vllm-0.24")
 @pytest.mark.kvmock(workers=1, dp_size=1, num_blocks=6)
-def test_it_does_not_count_copies(kv_harness, kv_publisher, kv_prompt, model):
+def test_the_indexer_does_not_count_copies(kv_harness, kv_publisher, kv_prompt, model):
     model.register(0, kv_publisher)
     worker, index, prompt = kv_harness.worker(0), SetIndex(kv_harness), kv_prompt(blocks=2)
     first, second = worker.prefill(prompt), worker.prefill(prompt)  # the last block is computed twice
     kv_publisher.settle(lambda: model.answer(prompt), {(0, 0): 2}, PATIENCE)
     first.finish()
-    worker.serve(kv_prompt(blocks=4))  # in the place of one of the copies
+    worker.serve(kv_prompt(blocks=4))  # it replaces one of the copies
     assert len(kv_harness.events.removed_blocks) == 1
     kv_publisher.settle(lambda: model.answer(prompt), index.answer(prompt), PATIENCE)
     assert index.answer(prompt) == {(0, 0): 1}
-    assert kv_harness.overlap(prompt) == {0: 2}  # the engine has it, and an index that counts knows
+    assert kv_harness.overlap(prompt) == {0: 2}  # the engine has it, and an index that counts finds it
     second.finish()
 
 
 @pytest.mark.kv_dialects("vllm-0.14", "vllm-0.33")
-def test_blocks_of_a_lora_adapter_are_found_by_its_name_alone(kv_worker, kv_publisher, kv_prompt, model):
+def test_blocks_of_a_lora_adapter_are_found_only_by_its_name(kv_worker, kv_publisher, kv_prompt, model):
     model.register(0, kv_publisher)
     adapted, plain = kv_prompt(blocks=2, lora_name="french"), kv_prompt(blocks=3)
     kv_worker.serve(adapted)
@@ -224,7 +221,7 @@ def test_blocks_of_a_lora_adapter_are_found_by_its_name_alone(kv_worker, kv_publ
 @pytest.mark.kv_dialects("vllm-0.33")
 @pytest.mark.kv_backends("vllm_gpt_oss", "vllm_kimi_k3")
 @pytest.mark.kvmock(workers=1, dp_size=1, num_blocks=400)
-def test_of_a_hybrid_model_it_answers_what_the_attention_group_holds(kv_worker, kv_publisher, kv_prompt, model):
+def test_the_indexer_finds_the_attention_groups_blocks_of_a_hybrid_model(kv_worker, kv_publisher, kv_prompt, model):
     model.register(0, kv_publisher)
     document = kv_prompt(blocks=9)
     for tail in (1, 5):

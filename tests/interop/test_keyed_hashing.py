@@ -1,4 +1,4 @@
-"""Prompts that carry adapters and items, named by our engines, against Dynamo's hash function: any release from
+"""The hashes of our engines for prompts with adapters and items, against Dynamo's hash function: any release from
 1.1.1 on.
 """
 
@@ -20,7 +20,7 @@ SIZE = 4
 
 
 def theirs(tokens, keys):
-    """Dynamo's local hashes: items by their first 16 digits, in each block that they lie in."""
+    """Return Dynamo's local hashes; the first 16 digits of an item count in each block that it overlaps."""
     infos = []
     for start in range(0, len(tokens), SIZE):
         inside = [
@@ -49,7 +49,7 @@ def drawn(rnd):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
-def test_local_hashes_of_an_engines_events_are_dynamos(backend):
+def test_local_hashes_of_an_engines_events_equal_dynamos(backend):
     rnd = random.Random(backend)
     for _ in range(60):
         keys = drawn(rnd)

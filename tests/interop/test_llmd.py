@@ -1,8 +1,7 @@
-"""llm-d's client of KV events, where its program is built (`llmd_client.py`), subscribes to our publishers, in every
-dialect.
+"""llm-d's client of KV events subscribes to our publishers, in every dialect, if it is built (`llmd_client.py`).
 
-What it decodes is a table. Beside that its answers must be those of an index of sets that was fed the raw stream: it
-does not count copies, asks for no replay, and merges the ranks of a pod.
+A table records what it decodes. Apart from that, its answers must equal those of an index of sets that gets the raw
+stream: the client does not count copies, requests no replay, and merges the ranks of a pod.
 """
 
 import pytest
@@ -46,7 +45,7 @@ def fleet(kv_harness, kv_prompt, make_kv_publisher):
 
 
 class Fleet:
-    """Workers, each of them a pod with its publisher, and an index of sets that is fed all that they publish."""
+    """Workers, each a pod with its publisher, and an index of sets that gets all their published events."""
 
     def __init__(self, harness, make_prompt, publishers):
         self.harness, self.make_prompt, self.publishers = harness, make_prompt, publishers
@@ -57,7 +56,7 @@ class Fleet:
             client.subscribe(f"pod {worker}", publisher)
 
     def serve(self, rounds):
-        """Serve prompts, in whole or in part new, on each worker: a batch each, with evictions and copies."""
+        """Serve entirely or partly new prompts on each worker, in a batch each, with evictions and copies."""
         for number in range(rounds):
             for worker, publisher in zip(WORKERS, self.publishers, strict=True):
                 before = self.prompts[-3] if number % 2 and len(self.prompts) > 2 else None
@@ -76,7 +75,7 @@ class Fleet:
 
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.kv_dialects(*TABLE)
-def test_it_answers_as_an_index_of_sets_or_reads_nothing(fleet, client, kv_dialect, engine):
+def test_the_client_answers_like_an_index_of_sets_or_reads_nothing(fleet, client, kv_dialect, engine):
     fleet.subscribe(client)
     fleet.serve(9)
     assert fleet.harness.events.removed
@@ -90,7 +89,7 @@ def test_it_answers_as_an_index_of_sets_or_reads_nothing(fleet, client, kv_diale
 
 
 @pytest.mark.kv_dialects(*READABLE)
-def test_a_cleared_cache_is_empty_to_it_from_0_9_on(fleet, client):
+def test_since_0_9_the_client_applies_a_cleared(fleet, client):
     fleet.subscribe(client)
     fleet.serve(2)
     before = fleet.settle(client)
@@ -104,7 +103,7 @@ def test_a_cleared_cache_is_empty_to_it_from_0_9_on(fleet, client):
 
 
 @pytest.mark.kv_dialects(*READABLE)
-def test_what_is_lost_stays_lost_and_after_a_restart_the_old_blocks_stay(fleet, client, kv_prompt, kv_dialect):
+def test_lost_events_stay_lost_and_old_blocks_stay_after_a_restart(fleet, client, kv_prompt, kv_dialect):
     publisher, worker = fleet.publishers[0], fleet.harness.worker(0)
     early, first, lost, last, new = (kv_prompt(blocks=2) for _ in range(5))
     worker.serve(early)
@@ -120,13 +119,13 @@ def test_what_is_lost_stays_lost_and_after_a_restart_the_old_blocks_stay(fleet, 
     worker.restart(announced=True)
     worker.serve(new)
     publisher.settle(lambda: client.answer(new), {0: 2}, PATIENCE)
-    cleared = kv_dialect.startswith("sglang")  # SGLang says when it starts that it has nothing
+    cleared = kv_dialect.startswith("sglang")  # SGLang publishes at its start that its cache is empty
     assert ({} if cleared else {0: 2}) == client.answer(first)
     assert publisher.replays == []
 
 
 @pytest.mark.kv_dialects(*READABLE)
-def test_blocks_of_an_adapter_are_found_by_its_name_where_no_extra_key_has_it(fleet, client, kv_prompt, kv_dialect):
+def test_blocks_of_an_adapter_are_found_by_its_name_if_no_extra_key_has_it(fleet, client, kv_prompt, kv_dialect):
     fleet.subscribe(client)
     worker, publisher = fleet.harness.worker(0), fleet.publishers[0]
     adapted, marker = kv_prompt(blocks=2, lora_name="french"), kv_prompt(blocks=1)
@@ -138,7 +137,7 @@ def test_blocks_of_an_adapter_are_found_by_its_name_where_no_extra_key_has_it(fl
 
 @pytest.mark.skipif(RELEASE == "0.5", reason="0.5 reads no dialect that has extra keys")
 @pytest.mark.kv_dialects("vllm-0.19", "vllm-0.33")
-def test_the_name_of_the_adapter_among_the_extra_keys_is_what_hides_its_blocks(fleet, client, kv_prompt, kv_profile):
+def test_an_adapter_name_among_the_extra_keys_hides_its_blocks(fleet, client, kv_prompt, kv_profile):
     size, publisher = kv_profile.block_size, fleet.publishers[0]
     prompt, hidden = kv_prompt(blocks=1), kv_prompt(blocks=1)
     fleet.subscribe(client)
@@ -151,7 +150,7 @@ def test_the_name_of_the_adapter_among_the_extra_keys_is_what_hides_its_blocks(f
 
 
 @pytest.mark.kv_dialects(*OF_TIERS)
-def test_each_tier_of_a_block_is_removed_by_itself(fleet, client, kv_prompt, kv_profile):
+def test_each_tier_of_a_block_is_removed_separately(fleet, client, kv_prompt, kv_profile):
     size, publisher, prompt = kv_profile.block_size, fleet.publishers[0], kv_prompt(blocks=2)
     tokens = tuple(prompt.tokens[start : start + size] for start in range(0, 2 * size, size))
     stored = Stored(None, (2**40, 2**40 + 1), tuple(prompt.block_hashes(size)))
@@ -195,7 +194,7 @@ def test_small_ids_are_refused_unless_a_publisher_widens_them(fleet, client, kv_
 @pytest.mark.skipif(RELEASE == "0.5", reason="0.5 ignores a Cleared")
 @pytest.mark.kv_dialects("vllm-0.14")
 @pytest.mark.kvmock(workers=2, dp_size=2, num_blocks=12)
-def test_the_ranks_of_a_pod_are_one_cache_to_it(fleet, client, kv_prompt):
+def test_the_client_keeps_one_cache_for_all_ranks_of_a_pod(fleet, client, kv_prompt):
     fleet.subscribe(client)
     publisher, prompt, marker = fleet.publishers[0], kv_prompt(blocks=2), kv_prompt(blocks=1)
     first, second = fleet.harness.worker(0, dp_rank=0), fleet.harness.worker(0, dp_rank=1)
@@ -219,12 +218,12 @@ of_hybrid_models = pytest.mark.skipif(not HYBRID, reason=f"{RELEASE} does not re
 @pytest.mark.kv_dialects(*HYBRID)
 @pytest.mark.kv_backends("vllm_gpt_oss", "vllm_qwen3_next")
 @pytest.mark.kvmock(workers=2, num_blocks=400)
-def test_a_stored_that_kept_nothing_ends_its_process(fleet, client, kv_prompt):
+def test_a_stored_without_hashes_ends_the_clients_process(fleet, client, kv_prompt):
     fleet.subscribe(client)
     worker, prompt = fleet.harness.worker(0), kv_prompt(blocks=20, tail=1)
     worker.serve(prompt)
     fleet.publishers[0].settle(lambda: client.answer(prompt), {0: 20}, PATIENCE)
-    worker.serve(prompt, 20)  # of a block that output fills, windows and states keep nothing
+    worker.serve(prompt, 20)  # windows and states keep nothing of a block that output fills
     fleet.publishers[0].settle(lambda: client.has_ended, timeout=PATIENCE)
     fleet.publishers[0].settle(lambda: "index out of range [0] with length 0" in client.log_text(), timeout=PATIENCE)
 
@@ -233,7 +232,7 @@ def test_a_stored_that_kept_nothing_ends_its_process(fleet, client, kv_prompt):
 @pytest.mark.kv_dialects(*HYBRID)
 @pytest.mark.kv_backends("vllm_qwen3_next")
 @pytest.mark.kvmock(workers=2, num_blocks=400)
-def test_it_finds_blocks_that_the_attention_group_has_lost(fleet, client, kv_prompt):
+def test_the_client_finds_blocks_that_the_attention_group_has_removed(fleet, client, kv_prompt):
     fleet.subscribe(client)
     worker, prompt, marker = fleet.harness.worker(0), kv_prompt(blocks=20, tail=1), kv_prompt(blocks=1, tail=1)
     worker.serve(prompt)
@@ -250,7 +249,7 @@ FIRST, SECOND = [*range(100, 118)], [*range(200, 236)]
 
 
 def offloading(num_blocks=12, **form):
-    """Run a test over a worker with a host, whose blocks travel a millisecond each."""
+    """Run a test over a worker with a host tier, to which blocks travel one millisecond each."""
     tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **form}
     marks = [
         pytest.mark.kv_dialects("vllm-0.33"),
@@ -267,7 +266,7 @@ def offloading(num_blocks=12, **form):
 
 
 class Offloading:
-    """Worker 0 of a fleet, which copies to its host, and a client that hears of it."""
+    """Worker 0 of a fleet, which copies to its host, and a client of its events."""
 
     def __init__(self, fleet, client):
         self.harness, self.publisher, self.client = fleet.harness, fleet.publishers[0], client
@@ -281,7 +280,7 @@ class Offloading:
             worker.tick(worker.now + ms)
 
     def settles(self, prompt, device, host, either):
-        """Wait until it finds so many leading blocks of a prompt on the device, on the host, and on either."""
+        """Wait until the client finds these leading blocks of a prompt on the device, on the host, and on either."""
 
         def answer():
             asked = ({"gpu"}, {"cpu"}, None)
@@ -300,7 +299,7 @@ def offload(fleet, client):
 
 
 @offloading()
-def test_a_location_is_a_place_of_a_block_that_it_knows(offload):
+def test_a_location_adds_a_tier_to_a_known_block(offload):
     offload.serve(FIRST)
     offload.settles(FIRST, 4, 4, 4)
     offload.serve(SECOND)
@@ -309,9 +308,9 @@ def test_a_location_is_a_place_of_a_block_that_it_knows(offload):
 
 
 @offloading(num_blocks=5)
-def test_a_location_behind_the_removed_of_the_device_is_lost(offload):
+def test_a_location_after_the_removed_of_the_device_is_lost(offload):
     offload.serve(FIRST, ms=0.0)
-    offload.serve(SECOND[:16])  # it takes blocks that are being copied: Removed and location are of one batch
+    offload.serve(SECOND[:16])  # it takes blocks that are being copied: Removed and location are in one batch
     offload.settles(SECOND[:16], 4, 4, 4)
     device, host = offload.truth(FIRST)
     assert device + host == 4
@@ -319,19 +318,19 @@ def test_a_location_behind_the_removed_of_the_device_is_lost(offload):
 
 
 @offloading(self_describing=True)
-def test_self_describing_events_are_read_as_any(offload):
+def test_self_describing_events_are_read_like_other_stored_events(offload):
     offload.serve(FIRST)
     offload.serve(SECOND)
     assert offload.truth(FIRST) == (3, 1)
     offload.settles(FIRST, 3, 4, 4)
     assert offload.harness.worker(0).clear()
     offload.serve(SECOND)
-    assert offload.truth(FIRST) == (0, 4)  # a Cleared is of the device alone, and it takes it for all
+    assert offload.truth(FIRST) == (0, 4)  # a Cleared is only of the device, but the client applies it to all tiers
     offload.settles(FIRST, 0, 0, 0)
 
 
 @offloading(chunk=2)
-def test_of_a_chunk_it_finds_no_location_as_its_last_block_alone_is_named(offload):
+def test_the_client_finds_no_location_of_a_chunk_because_only_its_last_block_is_named(offload):
     offload.serve(FIRST)
     offload.serve([*range(300, 345)])
     assert offload.truth(FIRST) == (0, 4)
@@ -339,8 +338,8 @@ def test_of_a_chunk_it_finds_no_location_as_its_last_block_alone_is_named(offloa
 
 
 @offloading(chunk=2, self_describing=True)
-def test_of_a_chunk_it_counts_a_part(offload):
+def test_the_client_counts_part_of_a_chunk(offload):
     offload.serve(FIRST)
     offload.serve(SECOND)
-    assert offload.truth(FIRST) == (3, 0)  # nothing is loaded for one block of a chunk of two
+    assert offload.truth(FIRST) == (3, 0)  # one block of a chunk of two is not loaded
     offload.settles(FIRST, 3, 4, 4)

@@ -50,7 +50,7 @@ OPTIONAL = {
 
 
 def arguments(rnd):
-    """Some arguments: mostly of the right type, now and then out of range or unknown."""
+    """Return some arguments: mostly of the right type, now and then out of range or unknown."""
     pools = {
         **{
             name: lambda least=least: rnd.choice([least, least + 1, 4, 8, 16, 17, 4096])
@@ -101,7 +101,7 @@ def sglang(rnd):
 
 
 def theirs(given):
-    """Their dump, or None: refused."""
+    """Return their dump, or None if they refuse the arguments."""
     try:
         return core.MockEngineArgs.from_json(json.dumps(given)).dump_json()
     except Exception:  # noqa: BLE001 - what they raise
@@ -116,12 +116,12 @@ def ours(given):
 
 
 def stricter(given):
-    """Whether it is a case that we refuse and they do not: an integer below 0, which they take for none."""
+    """Return whether only we refuse the arguments: an integer below 0, which they read as none."""
     return any(given.get(name) == -1 for name in INTEGERS)
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_random_arguments_are_accepted_and_dumped_alike(seed):
+def test_random_arguments_are_accepted_and_dumped_like_the_originals(seed):
     rnd = random.Random(seed)
     counts = Counter()
     for _ in range(300):
@@ -138,13 +138,13 @@ def test_random_arguments_are_accepted_and_dumped_alike(seed):
     assert counts["stricter"] > 0
 
 
-def test_the_third_engine_came_with_a_later_release():
+def test_trtllm_as_an_engine_type_came_with_a_later_release():
     given = {"engine_type": "trtllm"}
     assert theirs(given) is None
     assert MockEngineArgs(engine_type="trtllm").to_json() == ours(given)
 
 
-def test_our_defaults_are_theirs():
+def test_our_defaults_equal_the_originals():
     assert core.MockEngineArgs().dump_json() == MockEngineArgs().to_json()
 
 
@@ -167,8 +167,8 @@ STRICTER = [
 
 
 @pytest.mark.parametrize("given", STRICTER, ids=repr)
-def test_what_only_we_refuse_is_still_accepted_there(given):
-    """The list of the docstring. One that fails here is no longer stricter, and comes off it."""
+def test_arguments_that_only_we_refuse_are_still_accepted_by_the_original(given):
+    """The list of the docstring. An argument that fails here is no longer stricter, and is removed from it."""
     assert theirs(given) is not None
     assert ours(given) is None
 
@@ -185,7 +185,7 @@ def as_ms(ns):
 
 
 def replayed(folder, isl, **options):
-    """Time to first token of one request of one output token, alone, in ms, on 100 blocks of 64."""
+    """Return the time to first token, in ms, of a single request of one output token on 100 blocks of 64."""
     trace = folder / "trace.jsonl"
     ids = list(range(-(-isl // 64)))
     trace.write_text(json.dumps({"timestamp": 0, "input_length": isl, "output_length": 1, "hash_ids": ids}) + "\n")
@@ -211,7 +211,7 @@ def write_profile(path, arrays):
 
 
 def profile(rnd):
-    scale = rnd.choice([1, 1e6, 1e12])  # of large times more bits are seen
+    scale = rnd.choice([1, 1e6, 1e12])  # large times show more bits
 
     def axis(most):
         return [each + rnd.choice([0, rnd.random()]) for each in sorted(rnd.sample(range(1, most), rnd.randint(2, 5)))]
@@ -230,7 +230,7 @@ def profile(rnd):
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_times_of_a_random_profile_are_theirs_to_the_bit(tmp_path, seed):
+def test_times_of_a_random_profile_equal_the_originals_to_the_bit(tmp_path, seed):
     rnd = random.Random(seed)
     path = write_profile(tmp_path / "profile.npz", profile(rnd))
     model = InterpolatedModel.from_npz(path)
@@ -240,13 +240,13 @@ def test_times_of_a_random_profile_are_theirs_to_the_bit(tmp_path, seed):
 
 
 @pytest.mark.parametrize("isl", [1, 64, 128, 999, 5000, 6399])
-def test_times_of_the_polynomial_are_theirs_to_the_bit(tmp_path, isl):
+def test_times_of_the_polynomial_equal_the_originals_to_the_bit(tmp_path, isl):
     assert replayed(tmp_path, isl) == expected_of(PolynomialModel(), isl)
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_the_time_of_a_handoff_is_theirs_to_the_bit(tmp_path, seed):
-    """It is not rounded to nanoseconds, as the other times are."""
+def test_the_time_of_a_handoff_equals_the_originals_to_the_bit(tmp_path, seed):
+    """Unlike the other times, it is not rounded to nanoseconds."""
     rnd = random.Random(seed)
     link = {"kv_bytes_per_token": rnd.randint(1, 10**7), "kv_transfer_bandwidth": rnd.uniform(0.01, 100)}
     isl = rnd.randint(1, 3000)

@@ -1,4 +1,4 @@
-"""OpenAI's own client for Python against a served engine: what it sends is taken, and what it reads is there."""
+"""OpenAI's own client for Python against a served engine: it is served, and it finds what it reads."""
 
 import asyncio
 
@@ -30,7 +30,7 @@ def test_models_are_listed(served):
     assert [model.id for model in client.models.list()][:2] == [MODEL, "sql"]
 
 
-def test_completions(served):
+def test_completions_are_served_and_streamed(served):
     server, client = served
     text = server.text(4)
     first = client.completions.create(model=MODEL, prompt=text, max_tokens=8)
@@ -42,7 +42,7 @@ def test_completions(served):
     assert "".join(part.choices[0].text for part in parts if part.choices) == first.choices[0].text
 
 
-def test_chats_in_turns(served):
+def test_later_turns_of_a_chat_hit_the_cache(served):
     server, client = served
     turns = [{"role": "user", "content": server.text(4)}]
     answer = client.chat.completions.create(model=MODEL, messages=turns, max_tokens=16)
@@ -57,9 +57,9 @@ def test_chats_in_turns(served):
     assert parts[-1].usage.prompt_tokens_details.cached_tokens > 0  # the second turn hits
 
 
-def test_errors_are_the_clients_own(served):
+def test_errors_raise_the_clients_own_exceptions(served):
     server, client = served
-    if server.dialect.backend == "vllm":  # SGLang looks at no name of a model
+    if server.dialect.backend == "vllm":  # SGLang does not check the model's name
         with pytest.raises(openai.NotFoundError, match="nothing"):
             client.completions.create(model="nothing", prompt="a")
     with pytest.raises(openai.BadRequestError):
@@ -68,7 +68,7 @@ def test_errors_are_the_clients_own(served):
         client.chat.completions.create(model=MODEL, messages=[])
 
 
-def test_a_stream_that_is_left_is_aborted(served):
+def test_a_stream_that_the_client_closes_is_aborted(served):
     server, client = served
     server.hold()
     stream = client.completions.create(model=MODEL, prompt=server.text(2), max_tokens=64, stream=True)
@@ -79,7 +79,7 @@ def test_a_stream_that_is_left_is_aborted(served):
     assert server.requests[-1].aborted
 
 
-def test_the_async_client_sends_many_at_once(served):
+def test_the_async_client_can_send_many_requests_at_once(served):
     server, _ = served
 
     async def ask():

@@ -1,5 +1,5 @@
-"""Router processes of other people before P/D pairs, under the contract of router processes: what they keep, and what
-they miss, by the test that says so.
+"""Third-party router processes in front of P/D pairs, under the contract of router processes: the tests they pass and
+those they fail.
 """
 
 import sys
@@ -17,11 +17,11 @@ from pytest_kvmock.testing import ProcessContract
 from pytest_kvmock.testing.process.router_process import ProcessEnded
 
 AT_ONCE = ("--worker-startup-check-interval", "1")
-STARTS = 6  # how often its time is waited for, until it is ready
+STARTS = 6  # how many times its timeout the start may take
 
 
 class OfOthers(ProcessContract):
-    """A router of pairs, which is waited for longer until it is ready."""
+    """A router of pairs whose start may take longer."""
 
     threshold = 0
     timeout_s = 5.0
@@ -46,10 +46,10 @@ class OfOthers(ProcessContract):
 
 
 class OfVllmPairs(OfOthers):
-    """vllm-router 0.1.17, `--vllm-pd-disaggregation` with NixlConnector; prefill engines are picked by their events."""
+    """vllm-router 0.1.17, `--vllm-pd-disaggregation` with NixlConnector; it picks prefill engines by their events."""
 
     hand_over = "vllm"
-    first_of_equals = True  # what no worker holds goes to one
+    first_of_equals = True  # a prompt that no worker holds goes to one worker
 
     def command(self, engines):
         connector = "nixl" if self.hand_over == "vllm" else "mooncake"
@@ -84,7 +84,7 @@ class OfSglangPairs(OfOthers):
     hand_over = "sglang"
     dialects = ("sglang-0.5.23",)
     hears_events = goes_by_prefix = counts_open = False
-    takes_token_ids = False  # its completions take text alone
+    takes_token_ids = False  # its completions accept only text
     health = "/readiness"
 
     def command(self, engines):
@@ -115,7 +115,7 @@ OF_EVENTS = (
     "test_an_answer_is_the_engines",
     "test_a_stream_passes_token_by_token",
 )
-BOTH_PASS_N_ON = "test_several_children_leave_nothing"  # n > 1 of a client's body comes to prefill engines as it is
+BOTH_PASS_N_ON = "test_several_children_leave_nothing"  # n > 1 of a client's body reaches prefill engines unchanged
 
 CASES = {
     OfVllmPairs: (
@@ -130,7 +130,7 @@ CASES = {
         OF_PAIRS,
         {
             BOTH_PASS_N_ON: "a completion with n = 2 was answered with ",
-            # It waits for the decode leg, which waits for its prefill leg.
+            # It waits for the decode leg, and that waits for its prefill leg.
             "test_no_prefill_engine_is_not_passed_over_in_silence": "no prefill engine takes connections: the client "
             "got no answer",
             "test_a_leg_that_fails_ends_the_other_one": "prefill engines answer 500: the client got no answer",
@@ -141,7 +141,7 @@ NEEDS = {OfVllmPairs: "vllm-router", OfMooncakePairs: "vllm-router", OfSglangPai
 
 
 def cases():
-    """What each misses, and of the others the first; in a deep run all."""
+    """Yield the tests that each router fails, and the first of the others; all of them in a deep run."""
     for contract, (names, misses) in CASES.items():
         package = NEEDS[contract]
         needs = pytest.mark.skipif(binary(package) is None, reason=f"needs {package} (dependency group {package})")
@@ -151,7 +151,7 @@ def cases():
 
 
 @pytest.mark.parametrize(("contract", "name", "missed"), [*cases()])
-def test_a_router_of_other_people_before_pairs(contract, name, missed):
+def test_a_third_party_pair_router_passes_or_fails_each_contract_test_as_recorded(contract, name, missed):
     found = outcome_of(contract, name, contract.dialects[0])
     if missed is None:
         assert found == "" or found.startswith("skipped: ")

@@ -1,7 +1,7 @@
-"""RadixIndex against the real RadixTree of ai-dynamo-runtime 1.2: any stream, verdict and matches after each event.
+"""RadixIndex against the real RadixTree of ai-dynamo-runtime 1.2: any stream, errors and matches after each event.
 
-The index answers by exact intersection; the real tree's shortcut is the one difference that is allowed, and what it
-answers then is computed, not excused.
+The index answers by exact intersection; the real tree's shortcut is the only accepted difference, and the tests
+compute the answer that it must then give.
 """
 
 from collections import Counter
@@ -14,14 +14,14 @@ core = dynamo_core("1.2")
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_any_stream_gets_the_verdicts_and_matches_of_the_real_tree(block):
+def test_any_stream_gives_the_same_errors_and_matches_as_the_real_tree(block):
     counts = Counter()
     for seed in range(20 * block, 20 * block + 20):
         run_1_2_1(core, seed, counts)
     assert counts["runs"] == 20
 
 
-def test_the_streams_reach_every_verdict_and_the_shortcut():
+def test_the_streams_reach_every_error_and_the_shortcut():
     counts = Counter()
     for seed in range(40):
         run_1_2_1(core, seed, counts)
@@ -36,6 +36,6 @@ def test_the_streams_reach_every_verdict_and_the_shortcut():
     assert [name for name in reached if not counts[name]] == []
 
 
-def test_a_seed_gives_one_stream():
+def test_one_seed_always_gives_the_same_stream():
     one, two = AnyStream(5), AnyStream(5)
     assert [one.step() for _ in range(50)] == [two.step() for _ in range(50)]

@@ -1,7 +1,7 @@
 """RadixIndex against the real RadixTree of ai-dynamo-runtime 1.6: leaf-first streams, no difference at all.
 
 Its tree of compressed edges forgets the rest of an edge when a block in the middle is removed, and never stores one
-place under two sequence hashes. Where neither happens, as in a scheduler's traffic, the two must agree in everything.
+place under two sequence hashes. If neither happens, as in a scheduler's traffic, the two must agree in everything.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ core = dynamo_core("1.6")
 
 
 @pytest.mark.parametrize("block", range(10))
-def test_leaf_first_streams_get_the_same_verdicts_matches_and_dump(block):
+def test_leaf_first_streams_give_the_same_errors_matches_and_dump(block):
     counts = Counter()
     for seed in range(20 * block, 20 * block + 20):
         run_leaf_first(core, seed, counts)

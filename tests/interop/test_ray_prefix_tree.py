@@ -1,4 +1,4 @@
-"""Ray Serve's PrefixTree itself in the rule of `examples/routing/`: it answers as `SentTexts`, and picks the same
+"""Ray Serve's own PrefixTree in the rule of `examples/routing/`: it answers like `SentTexts`, and picks the same
 workers.
 
 It needs the dependency group `ray`, in an environment of its own; no cluster is started. The rule around the tree
@@ -25,7 +25,7 @@ from ray_rule import RayRule, SentTexts
 
 
 class TestRule(RouterContract):
-    """The rule over Ray's tree holds what any router must."""
+    """The rule over Ray's tree passes the contract of routers."""
 
     follows_prefix = True
 
@@ -34,7 +34,7 @@ class TestRule(RouterContract):
 
 
 @pytest.mark.parametrize("seed", seeds(200))
-def test_its_answers_are_those_of_a_plain_table(seed):
+def test_the_tree_answers_like_a_plain_table(seed):
     rng, trees, now = Random(seed), (tree.PrefixTree(), SentTexts()), 0.0
     here = ["a", "b"]
     for each in trees:
@@ -97,14 +97,14 @@ def test_the_tree_reuses_more_than_round_robin_and_lets_no_request_wait():
 
 
 class SaysWhatItSent(RayRule):
-    """Takes what it sent for what is held."""
+    """Claims that its sent prompts are held."""
 
     def overlap(self, request):
         text = self.text(request)
         return {int(name): len(self.tree.prefix_match(text, [name])[0]) for name in self.known}
 
 
-def test_as_an_index_the_tree_drifts_because_it_gets_no_events():
+def test_the_tree_used_as_an_index_drifts_because_it_receives_no_events():
     report = played(SaysWhatItSent(tree.PrefixTree()), 0)
     (belief,) = report.beliefs
     assert belief.rule == "overlap_drift"

@@ -1,7 +1,7 @@
-"""Replays against Dynamo's own, on random cases: statistics and times of requests, and where the original loops for
-ever.
+"""Replays against Dynamo's own, on random cases: statistics and times of requests, and cases in which the original
+loops for ever.
 
-Run as a program it is the long differential: `python tests/interop/test_replay_live.py RUNS [FIRST_SEED [KIND]]`.
+Run as a program, it is the long differential: `python tests/interop/test_replay_live.py RUNS [FIRST_SEED [KIND]]`.
 """
 
 import sys
@@ -21,7 +21,7 @@ VERSION = metadata.version("ai-dynamo-runtime")
 SEMANTICS = "1.2.1"
 
 RUNS = {"vllm": 100, "disaggregated": 80, "sessions": 60}
-"""Cases of each kind in a run of the suite; some seconds of them are loops of the original that have to be ended."""
+"""Cases of each kind in a run of the suite; some seconds of it are loops of the original that must be ended."""
 
 OF_THE_HOST = {"processed_tokens_per_s", "processed_output_tokens_per_s", "wall_time_ms"}
 OF_THE_FLEET = {
@@ -34,7 +34,7 @@ OF_THE_FLEET = {
 
 
 def play(case):
-    """Return our report of a case; None where an engine can never make progress."""
+    """Return our report of a case; None if an engine can never make progress."""
     settings = case["replay"]
 
     def engines(fields, number):
@@ -71,7 +71,7 @@ def play(case):
 
 
 def differences(case, theirs):
-    """Return how our replay of a case differs from the release's: names with its value and ours."""
+    """Return the differences between our replay of a case and the release's: names with its value and ours."""
     ours = play(case)
     if ours is None or "error" in theirs:
         end = theirs.get("error", "ended")
@@ -86,16 +86,16 @@ def differences(case, theirs):
 
 
 def is_equal(name, theirs, ours, summary):
-    """Whether a statistic is the same: to the bit, or nearly where the original sums in an order of its own."""
+    """Return whether a statistic is the same: to the bit, or nearly if the original sums in another order."""
     kind, _, rest = name.partition("_")
     if ours is None or kind not in ("mean", "std"):
         return ours == theirs
-    # A deviation of values that are all the same is what is left of their digits.
+    # The deviation of equal values is only rounding error.
     return ours == pytest.approx(theirs, rel=1e-9, abs=1e-9 * summary[f"mean_{rest}"])
 
 
 def cases_of(kind, runs, first=0):
-    """So many cases of a kind, without those of SGLang, whose mock of this release is not followed."""
+    """Return cases of a kind, without those of SGLang, as the mock does not follow this release for SGLang."""
     return [case for case in random_cases(kind, runs, first) if case["scheduler"] == "vllm"]
 
 
@@ -108,7 +108,7 @@ def test_random_replays_have_the_same_statistics_times_and_ends(kind):
 
 
 def main():
-    """Play RUNS cases of each kind (or of KIND), and print which ones differ."""
+    """Play RUNS cases of each kind (or of KIND), and print the ones that differ."""
     runs, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     for kind in sys.argv[3:] or RUNS:
         counts = Counter()

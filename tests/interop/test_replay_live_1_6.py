@@ -1,6 +1,6 @@
-"""Replays against those of 1.6.1, on random cases: figures, rows, and where the original can do nothing more.
+"""Replays against those of 1.6.1, on random cases: figures, rows, and cases in which the original is stuck.
 
-Run as a program it is the long differential: `python tests/interop/test_replay_live_1_6.py RUNS [FIRST_SEED [KIND]]`.
+Run as a program, it is the long differential: `python tests/interop/test_replay_live_1_6.py RUNS [FIRST_SEED [KIND]]`.
 """
 
 import sys
@@ -20,7 +20,7 @@ RUNS = 300
 """Cases of each kind in a run of the suite."""
 
 OF_DRAFTS = 200
-"""Cases with drafts: of 2,000 ten differ where blocks run short, the first of them number 203."""
+"""Cases with drafts: ten of 2,000 differ when blocks run short; the first of them is number 203."""
 
 OPTIONS = {"max_sim_time_ms": "stop_ms"}
 LIMITS = {"sla_ttft_ms": "ttft_ms", "sla_itl_ms": "itl_ms", "sla_e2e_ms": "e2e_ms"}
@@ -29,12 +29,12 @@ BACKENDS = {"vllm": "vllm", "sglang": "mocker_sglang_1_6", "trtllm": "vllm"}
 
 
 def play(case, make=MockEngine):
-    """Return our report of a case; None where an engine can never make progress, or refuses its arguments or a request.
+    """Return our report of a case; None if an engine can never make progress or refuses its arguments or a request.
 
     `make` makes each engine.
 
     Raises:
-        OutOfBlocks: the clock stops, so that the original may not come to a request that can never fit.
+        OutOfBlocks: the clock stops early, so the original may never reach the request that cannot fit.
     """
     settings, ranks = case["replay"], case.get("dp_size", 1)
 
@@ -79,7 +79,7 @@ def play(case, make=MockEngine):
 
 
 def differences(case, theirs):
-    """Return how our replay of a case differs from the release's: names with its value and ours."""
+    """Return the differences between our replay of a case and the release's: names with its value and ours."""
     try:
         ours = play(case)
     except OutOfBlocks:
@@ -102,7 +102,7 @@ def differences(case, theirs):
 
 
 def is_equal(name, theirs, ours):
-    """Whether a figure is the same: to the bit, or nearly where the original sums in an order of its own."""
+    """Return whether a figure is the same: to the bit, or nearly if the original sums in another order."""
     summed = name.startswith(("mean_", "std_")) or name.endswith(("_seconds", "_hours"))
     return ours == (pytest.approx(theirs, rel=1e-9, abs=1e-9) if summed else theirs)
 
@@ -116,9 +116,9 @@ def test_random_replays_have_the_same_figures_rows_and_ends(kind):
 
 
 def behind_a_router(seed):
-    """Return a case of one worker behind the release's KV router, whose rows tell what that knows of each prompt."""
+    """Return a case of one worker behind the release's KV router; its rows show what the router knows of a prompt."""
     case = random_case("sglang", seed)
-    case["engine"].pop("timing_model", None)  # an arrival at the moment of a pass of no time is before or behind it
+    case["engine"].pop("timing_model", None)  # an arrival during an instant pass may come before or after it
     for name in ("num_workers", "max_sim_time_ms"):
         case["replay"].pop(name, None)
     case["replay"]["router_mode"] = "kv_router"
@@ -126,8 +126,8 @@ def behind_a_router(seed):
 
 
 def cached_tokens(case):
-    """Return of each request its arrival, end and length, and how much of it our events of passes until then say is
-    cached.
+    """Return arrival, end and length of each request, and how much of it is cached by the events of our earlier
+    passes.
     """
     new, events = [], []
 
@@ -153,7 +153,7 @@ def cached_tokens(case):
     return sorted(found)
 
 
-def test_events_of_sglangs_type_tell_a_router_what_those_of_the_release_tell_it():
+def test_sglang_events_show_a_router_the_same_cached_tokens_as_the_releases_events():
     cases = [behind_a_router(seed) for seed in range(RUNS)]
     for case, theirs in zip(cases, play_in_wheel(cases), strict=True):
         told = [
@@ -169,7 +169,7 @@ def test_events_of_sglangs_type_tell_a_router_what_those_of_the_release_tell_it(
 
 
 def main():
-    """Play RUNS cases of each kind (or of KIND), and print which ones differ."""
+    """Play RUNS cases of each kind (or of KIND), and print the ones that differ."""
     runs, first = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     for kind in sys.argv[3:] or KINDS:
         counts = Counter()

@@ -1,8 +1,8 @@
-"""Dynamo's router over our engines beside the original: random replays, every candidate's cost at every pick.
+"""Dynamo's router over our engines against the original: random replays, every candidate's cost at every pick.
 
-The original draws among equal costs, and says in its log whom it chose; ours follows that.
+The original chooses among equal costs at random and logs its choice; ours follows that log.
 
-Run as a program it is the long differential: `python tests/interop/test_router_live.py RUNS [FIRST_SEED]`.
+Run as a program, it is the long differential: `python tests/interop/test_router_live.py RUNS [FIRST_SEED]`.
 """
 
 import sys
@@ -23,8 +23,8 @@ RUNS = 300
 
 
 def play(case, picks):
-    """Return our report of a case, and the picks that we did not come to; None where an engine can never make
-    progress.
+    """Return our report of a case, and the picks that our replay did not reach; the report is None if an engine can
+    never make progress.
     """
     how = case["replay"]
     args = MockEngineArgs(**case["engine"], semantics=SEMANTICS)
@@ -48,7 +48,7 @@ def play(case, picks):
 
 
 def differences(case, theirs, picks):
-    """Return how our replay of a case differs from the release's."""
+    """Return the differences between our replay of a case and the release's."""
     try:
         ours, left = play(case, picks)
     except RuntimeError as error:
@@ -81,7 +81,7 @@ def test_random_replays_make_the_same_picks_at_the_same_costs():
 
 
 def main():
-    """Play RUNS cases, and print which ones differ."""
+    """Play RUNS cases, and print the ones that differ."""
     cases = cases_from(int(sys.argv[2]) if len(sys.argv) > 2 else 0, int(sys.argv[1]))
     counts = Counter()
     for case, (theirs, picks) in zip(cases, play_routed(cases), strict=True):

@@ -1,9 +1,9 @@
-"""Dynamo's router of 1.6.1 over our engines beside the original: random replays, who was chosen at each pick, at what
-cost.
+"""Dynamo's router of 1.6.1 over our engines against the original: random replays, the chosen worker and its cost at
+each pick.
 
-The original draws among equal costs, and says in its log whom it chose, not what the others cost; ours follows that.
+The original chooses among equal costs at random. It logs its choice, but not the costs of the others; ours follows it.
 
-Run as a program it is the long differential: `python tests/interop/test_router_live_1_6.py RUNS [FIRST_SEED]`.
+Run as a program, it is the long differential: `python tests/interop/test_router_live_1_6.py RUNS [FIRST_SEED]`.
 """
 
 import math
@@ -24,9 +24,7 @@ ROUTES = {"routing_history", "admission_history", "decode_worker_idx"}
 
 
 class Chosen(DynamoRouter):
-    """Picks as was logged, and compares overlap and cost of who was picked; at temperature 0 that is among the
-    cheapest.
-    """
+    """Picks as logged, and compares overlap and cost of the picked worker, a cheapest one at temperature 0."""
 
     def __init__(self, chosen, **options):
         super().__init__("1.6.1", **options)
@@ -44,10 +42,10 @@ class Chosen(DynamoRouter):
 
 
 def routed_case(seed):
-    """Return the case of a seed: more workers than one, behind the router, whose events may be late."""
+    """Return the case of a seed: several workers behind the router, whose events may be late."""
     rng = Random(f"routed 1.6 {seed}")
     case = random_case(rng.choice(("vllm", "vllm", "sglang")), seed)
-    case["engine"].pop("timing_model", None)  # an arrival at the moment of a pass of no time is before or behind it
+    case["engine"].pop("timing_model", None)  # an arrival during an instant pass may come before or after it
     replay = case["replay"]
     for name in ("max_sim_time_ms", "sla_ttft_ms", "sla_itl_ms", "sla_e2e_ms"):
         replay.pop(name, None)
@@ -76,8 +74,8 @@ def routed_case(seed):
 
 
 def play(case, chosen):
-    """Return our report of a case, and the picks that we did not come to; None where an engine can never make
-    progress.
+    """Return our report of a case, and the picks that our replay did not reach; the report is None if an engine can
+    never make progress.
     """
     how = case["replay"]
     args = MockEngineArgs.from_json({"engine": case["engine"]})
@@ -102,7 +100,7 @@ def play(case, chosen):
 
 
 def differences(case, theirs, chosen):
-    """Return how our replay of a case differs from the release's."""
+    """Return the differences between our replay of a case and the release's."""
     try:
         ours, left = play(case, chosen)
     except RuntimeError as error:
@@ -137,7 +135,7 @@ def test_random_replays_make_the_same_picks_at_the_same_costs():
 
 
 def main():
-    """Play RUNS cases, and print which ones differ."""
+    """Play RUNS cases, and print the ones that differ."""
     first = int(sys.argv[2]) if len(sys.argv) > 2 else 0
     cases = [routed_case(seed) for seed in range(first, first + int(sys.argv[1]))]
     counts = Counter()

@@ -1,8 +1,6 @@
-"""Router processes of other people under the contract of router processes: what they keep, and what they miss, by the
-test that says so.
+"""Third-party router processes under the contract of router processes: the tests they pass and those they fail.
 
-Both are in Rust, and are not ours. Their circuit breakers and health checks have periods of a second here, and not of
-minutes.
+Both are in Rust. Their circuit breakers and health checks have periods of a second here instead of minutes.
 """
 
 import json
@@ -42,8 +40,8 @@ def free_port():
 class OfVllmRouter(ProcessContract):
     """vllm-router 0.1.17, `--policy kv_aware`."""
 
-    timeout_s = 15.0  # until it looks at a worker again that refused a connection
-    first_of_equals = True  # what nobody holds goes to one worker
+    timeout_s = 15.0  # until it tries a worker again that refused a connection
+    first_of_equals = True  # a prompt that no worker holds goes to one worker
 
     def command(self, engines):
         command = [binary("vllm-router"), "--host", "127.0.0.1", "--port", str(engines.port)]
@@ -56,7 +54,7 @@ class OfVllmRouter(ProcessContract):
 
 
 class OfVllmRouterWithRanks(OfVllmRouter):
-    """The same, told how many ranks are behind each port, so that it names one in each request."""
+    """The same with the number of ranks behind each port, so that it names a rank in each request."""
 
     def command(self, engines):
         more = ["--intra-node-data-parallel-size", str(len(engines[0].ranks))] if len(engines[0].ranks) > 1 else []
@@ -68,9 +66,9 @@ class OfSglangRouter(ProcessContract):
 
     timeout_s = 6.0
     hears_events = False
-    first_of_equals = True  # what it has not sent yet goes to one worker
-    retries = False  # a worker that refuses connections, and was healthy a moment ago, is a 500
-    takes_token_ids = False  # its completions take text alone
+    first_of_equals = True  # a prompt that it has not sent yet goes to one worker
+    retries = False  # a worker that refuses connections, and was healthy a moment ago, gives a 500
+    takes_token_ids = False  # its completions accept only text
 
     def command(self, engines):
         command = [binary("sglang-router"), "launch", "--host", "127.0.0.1", "--port", str(engines.port)]
@@ -79,7 +77,7 @@ class OfSglangRouter(ProcessContract):
 
     def ready(self, process):
         url = f"http://127.0.0.1:{self.engines.port}"
-        # It is ready by its first worker; with the others another one may be the first of equals.
+        # It is ready with its first worker; with all workers, another one may be the first of equals.
         process.until_healthy(f"{url}/readiness")
         deadline = Deadline(self.timeout_s)
         while deadline.left and process.wait(0.02) is None:
@@ -91,7 +89,7 @@ class OfSglangRouter(ProcessContract):
 
 VLLM_MISSES = {
     "test_it_hears_every_rank": "rank 1 of worker 0 has served a prompt: a prompt ",  # any worker or rank gets it
-    # What no worker holds, as it reads it, goes to one worker; to which one differs from process to process.
+    # A prompt that seems to be held by no worker goes to one worker, which differs from process to process.
     "test_a_salt_and_an_adapter_make_other_prompts": "a cache_salt of their own, asked with that: a prompt of which "
     "worker ",
     "test_it_asks_for_a_lost_batch": "was lost, the replay of it had none, and said that it was over: a prompt of "
@@ -111,19 +109,19 @@ SGLANG_MISSES = {
 
 
 def chosen(misses):
-    """What it misses, and some of the others; in a deep run all."""
+    """Return the tests that a router fails, and some of the others; all of them in a deep run."""
     return [*misses, *few([each for each in names_of_tests(ProcessContract) if each not in misses], 5)]
 
 
 @pytest.mark.skipif(binary("vllm-router") is None, reason="needs vllm-router (dependency group vllm-router)")
 @pytest.mark.parametrize("name", chosen(VLLM_MISSES))
-def test_vllm_router(name):
+def test_vllm_router_passes_or_fails_each_contract_test_as_recorded(name):
     judge(outcome_of(OfVllmRouter, name), VLLM_MISSES.get(name))
 
 
 RANKS = {
     "worker": None,
-    # It takes the number that events have for the one that a header has: what is behind a later port it never finds.
+    # It confuses the rank in events with the rank in a header, so it never finds prompts behind later ports.
     "rank": "rank 1 of worker 0 has served a prompt: a prompt ",
     "node": "rank 3 of worker 0 has served a prompt: a prompt ",
 }
@@ -132,19 +130,19 @@ RANKS = {
 @pytest.mark.skipif(binary("vllm-router") is None, reason="needs vllm-router (dependency group vllm-router)")
 @pytest.mark.parametrize("http", RANKS)
 @each_parameter
-def test_vllm_router_before_ranks_that_share_ports_and_that_do_not(http):
+def test_vllm_router_hears_every_rank_only_if_the_ranks_of_a_worker_share_a_port(http):
     contract = type("OfVllmRouterWithRanks", (OfVllmRouterWithRanks,), {"http": http})
     judge(outcome_of(contract, "test_it_hears_every_rank"), RANKS[http])
 
 
 @pytest.mark.skipif(binary("sglang-router") is None, reason="needs sglang-router (dependency group sglang-router)")
 @pytest.mark.parametrize("name", chosen(SGLANG_MISSES))
-def test_sglang_router(name):
+def test_sglang_router_passes_or_fails_each_contract_test_as_recorded(name):
     judge(outcome_of(OfSglangRouter, name, "sglang-0.5.23"), SGLANG_MISSES.get(name))
 
 
 def judge(found, missed):
-    """Check that a test passes, or says what it does not judge; or, of what a router misses, says that."""
+    """Check that a test passes or skips; or, if the router misses a promise, that the test fails with that message."""
     if missed is None:
         assert found == "" or found.startswith("skipped: ")
     else:

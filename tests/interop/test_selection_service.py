@@ -1,5 +1,5 @@
-"""Dynamo's SelectionService, a router within the process, subscribes to our publishers: its overlaps, and whom it
-selects.
+"""Dynamo's SelectionService, a router within the process, subscribes to our publishers: its overlaps, and the workers
+that it selects.
 """
 
 import pytest
@@ -19,7 +19,7 @@ pytestmark = [pytest.mark.asyncio, pytest.mark.kvmock(workers=2, num_blocks=16)]
 
 
 def those_that(*what):
-    """Run a test over the dialects of which the table says so; the indexer and this service read alike."""
+    """Run a test over the dialects with these entries in the table; the indexer and this service read the same."""
     return pytest.mark.kv_dialects(*(name for name in TABLE if does(name, RELEASE) in what))
 
 
@@ -35,24 +35,24 @@ class Service:
             "worker_id": worker,
             "model_name": MODEL,
             "block_size": block_size,
-            "endpoint": f"http://127.0.0.1:{worker + 1}",  # needed, and never called
+            "endpoint": f"http://127.0.0.1:{worker + 1}",  # required, but never called
             "kv_events_endpoint": publisher.endpoint,
             "replay_endpoint": publisher.replay_endpoint,
-            "max_num_batched_tokens": 8192,  # 1.3 schedules nobody without it
+            "max_num_batched_tokens": 8192,  # 1.3 schedules no worker without it
         }
         assert (await self._service.upsert_worker(record))["lifecycle"] == "schedulable"
         self._known.append(worker)
         await publisher.await_subscribed(timeout=PATIENCE)
 
     async def answer(self, prompt):
-        """Leading blocks of a prompt that each worker and rank holds on the device."""
+        """Return the leading blocks of a prompt that each worker and rank holds on the device."""
         found = await self._service.overlap_scores({"model_name": MODEL, "token_ids": list(prompt.tokens)})
         return {
             (row["worker_id"], row["dp_rank"]): row["device_blocks"] for row in found["workers"] if row["device_blocks"]
         }
 
     async def answer_below(self, prompt):
-        """Leading blocks of a prompt that worker 0 holds on the device, and those by which its host extends them."""
+        """Return the leading blocks of a prompt on worker 0's device, and the blocks by which its host extends them."""
         found = await self._service.overlap_scores({"model_name": MODEL, "token_ids": list(prompt.tokens)})
         rows = [row for row in found["workers"] if not row["worker_id"]]
         return tuple(sum(row[name] for row in rows) for name in ("device_blocks", "host_pinned_extension_blocks"))
@@ -75,7 +75,9 @@ def publishers(make_kv_publisher):
 
 
 @those_that("decodes", "recovers")
-async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(publishers, kv_harness, kv_prompt):
+async def test_the_service_answers_like_an_index_of_sets_and_selects_the_worker_with_the_prefix(
+    publishers, kv_harness, kv_prompt
+):
     index, prompts = SetIndex(kv_harness), [kv_prompt(blocks=1 + number % 4) for number in range(18)]
     async with Service() as service:
         for worker, publisher in enumerate(publishers):
@@ -95,7 +97,7 @@ async def test_it_answers_as_an_index_of_sets_and_selects_who_has_the_prefix(pub
 
 
 @those_that("decodes", "recovers")
-async def test_the_service_asks_for_lost_events(publishers, kv_harness, kv_prompt):
+async def test_the_service_requests_lost_events(publishers, kv_harness, kv_prompt):
     prompts = [kv_prompt(blocks=2) for _ in range(3)]
     async with Service() as service:
         await service.add(0, publishers[0], kv_harness.profile.block_size)
@@ -115,7 +117,9 @@ async def test_the_service_asks_for_lost_events(publishers, kv_harness, kv_promp
 
 
 @those_that("-")
-async def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_again(publishers, kv_harness, kv_prompt):
+async def test_the_service_cannot_read_hashes_as_bytes_and_requests_the_batches_again(
+    publishers, kv_harness, kv_prompt
+):
     prompts = [kv_prompt(blocks=2) for _ in range(3)]
     async with Service() as service:
         await service.add(0, publishers[0], kv_harness.profile.block_size)
@@ -136,7 +140,7 @@ async def test_of_batches_with_bytes_as_hashes_it_reads_none_and_asks_for_them_a
 @pytest.mark.kv_dialects("vllm-0.33")
 @pytest.mark.kv_backends("vllm_gpt_oss", "vllm_qwen3_next", "vllm_kimi_k3", "vllm_deepseek_v4")
 @pytest.mark.kvmock(workers=2, num_blocks=2000)
-async def test_of_a_hybrid_model_it_answers_what_the_attention_group_holds(publishers, kv_harness, kv_prompt):
+async def test_the_service_finds_the_attention_groups_blocks_of_a_hybrid_model(publishers, kv_harness, kv_prompt):
     document = kv_prompt(blocks=9)
     prompts = [kv_prompt(blocks=1 + number % 3, after=document, tail=1) for number in range(6)]
     async with Service() as service:
@@ -144,7 +148,7 @@ async def test_of_a_hybrid_model_it_answers_what_the_attention_group_holds(publi
             await service.add(worker, publisher, kv_harness.profile.block_size)
         for number, prompt in enumerate(prompts):
             with publishers[number % 2].step():
-                kv_harness.worker(number % 2).serve(prompt, 20)  # windows and states name nothing of what output fills
+                kv_harness.worker(number % 2).serve(prompt, 20)  # windows and states name no block that output fills
 
         async def answers():
             return [
@@ -156,7 +160,7 @@ async def test_of_a_hybrid_model_it_answers_what_the_attention_group_holds(publi
 
 
 def of_attention(kv_harness, kind):
-    """The events of this kind that are of the attention group."""
+    """Return the events of this kind from the attention group."""
     group = kv_harness.inside.streams[0, 0].group_idx
     events = [each.event for each in kv_harness.events]
     return [each.event.data for each in events if isinstance(each.event.data, kind) and group_of(each.extra) == group]
@@ -165,14 +169,14 @@ def of_attention(kv_harness, kind):
 @pytest.mark.kv_dialects("vllm-0.33")
 @pytest.mark.kv_backends("vllm_gpt_oss", "vllm_qwen3_next")
 @pytest.mark.kvmock(workers=1, num_blocks=110)
-async def test_it_counts_no_copies_and_hybrid_models_make_them_where_they_compute_again_what_they_hold(
+async def test_the_service_counts_no_copies_but_hybrid_models_make_them_when_they_recompute(
     make_kv_publisher, kv_harness, kv_prompt
 ):
     publisher, worker, size = make_kv_publisher(0), kv_harness.worker(0), kv_harness.profile.block_size
     document = kv_prompt(blocks=16)
     async with Service() as service:
         await service.add(0, publisher, size)
-        for _ in range(2):  # the second computes the document again, and stores a copy
+        for _ in range(2):  # the second request computes the document again, and stores a copy
             with publisher.step():
                 worker.serve(kv_prompt(blocks=1, after=document, tail=1))
         asked = kv_prompt(blocks=1, after=document, tail=1)
@@ -187,7 +191,7 @@ async def test_it_counts_no_copies_and_hybrid_models_make_them_where_they_comput
 
         await publisher.asettle(answer, timeout=PATIENCE)
         assert kv_harness.overlap(asked) == {0: 16}
-        assert {0: 16 * size} == kv_harness.reusable(asked)  # it would be reused, and the service does not know
+        assert {0: 16 * size} == kv_harness.reusable(asked)  # the engine would reuse it, but the service does not know
 
 
 # ------------------------------------------------------------------------------------- vLLM's native offload
@@ -196,8 +200,8 @@ FIRST, SECOND, LONGER = [*range(100, 118)], [*range(200, 236)], [*range(300, 345
 
 
 def offloading(**form):
-    """Run a test over workers with a host, whose blocks travel a millisecond each; of the newest dialect and
-    service.
+    """Run a test over workers with a host tier, to which blocks travel one millisecond each; only with the newest
+    dialect and service.
     """
     tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **form}
     marks = [
@@ -215,7 +219,7 @@ def offloading(**form):
 
 
 class Offloading:
-    """Worker 0 of a harness, which copies to its host, and the service that hears of it."""
+    """Worker 0 of a harness, which copies to its host, and the service that gets its events."""
 
     def __init__(self, service, harness, publisher):
         self.service, self.harness, self.publisher = service, harness, publisher
@@ -228,7 +232,7 @@ class Offloading:
             worker.tick(worker.now + 20.0)
 
     async def settles(self, prompts, expected):
-        """Wait until it answers so: blocks of the device, and those by which the host extends them."""
+        """Wait until the service answers with these blocks on the device, and blocks by which the host extends them."""
 
         async def answers():
             return [await self.service.answer_below(prompt) for prompt in map(Prompt, prompts)]
@@ -248,18 +252,18 @@ async def offload(publishers, kv_harness):
 
 
 @offloading()
-async def test_of_locations_it_reads_none_and_finds_nothing_below_the_device(offload):
+async def test_the_service_ignores_locations_and_finds_nothing_below_the_device(offload):
     offload.serve(FIRST)
     await offload.settles([FIRST], [(4, 0)])
     offload.serve(SECOND)
     assert offload.truth(FIRST) == (3, 1)
     await offload.settles([FIRST, SECOND], [(3, 0), (9, 0)])
-    offload.serve(FIRST)  # what is loaded is a Stored of the device like any
+    offload.serve(FIRST)  # a loaded block is a Stored of the device like any other
     await offload.settles([FIRST], [(4, 0)])
 
 
 @offloading(self_describing=True)
-async def test_self_describing_events_it_reads_as_an_index_of_sets_tier_by_tier(offload, kv_harness):
+async def test_the_service_reads_self_describing_events_like_an_index_of_sets_in_each_tier(offload, kv_harness):
     index, prompts = SetIndex(kv_harness), [FIRST, SECOND, LONGER, FIRST[:8] + SECOND]
     for number in (0, 1, 3, 0, 2, 1, 3, 3, 0):
         offload.serve(prompts[number])
@@ -269,15 +273,15 @@ async def test_self_describing_events_it_reads_as_an_index_of_sets_tier_by_tier(
 
 
 @offloading(self_describing=True, chunk=2)
-async def test_of_a_chunk_it_counts_a_part(offload):
+async def test_the_service_counts_part_of_a_chunk(offload):
     offload.serve(FIRST)
     offload.serve(SECOND)
-    assert offload.truth(FIRST) == (3, 0)  # nothing is loaded for one block of a chunk of two
+    assert offload.truth(FIRST) == (3, 0)  # one block of a chunk of two is not loaded
     await offload.settles([FIRST], [(3, 1)])
 
 
 @offloading(self_describing=True)
-async def test_a_cleared_empties_the_host_too_for_it(offload, kv_harness):
+async def test_a_cleared_empties_the_host_too_in_the_service(offload, kv_harness):
     offload.serve(FIRST)
     await offload.settles([FIRST], [(4, 0)])
     assert kv_harness.worker(0).clear()

@@ -1,7 +1,7 @@
 """The radix cache against the RadixCache of SGLang, on random requests: no difference at all.
 
-Run as a program it is the long differential: `python tests/interop/test_sglang_radix.py RUNS [FIRST_SEED [THRESHOLD]]`,
-with a threshold over slru alone.
+Run as a program, it is the long differential: `python tests/interop/test_sglang_radix.py RUNS [FIRST_SEED
+[THRESHOLD]]`; with a threshold, it plays only slru.
 """
 
 import random
@@ -24,7 +24,7 @@ radix, base, params = engine(
 
 
 class Clock:
-    """Ticks, so that no two nodes are of one time; the real one may be too coarse for that."""
+    """Ticks, so that no two nodes have the same time; the real clock may be too coarse for that."""
 
     perf_counter = staticmethod(time.perf_counter)
 
@@ -37,12 +37,12 @@ class Clock:
 
 
 OF_BOTH = [policy for policy in POLICIES if policy not in ("fifo", "filo")]
-"""By the other two, what a split leaves above is new in `RadixCache`, and as old as the run was in the unified tree,
-which ours is."""
+"""Under the other two policies, the upper node of a split is new in `RadixCache`, but keeps the age of the run in the
+unified tree, which ours follows."""
 
 
 class RealRequest:
-    """As much of SGLang's Req as its cache reads."""
+    """The part of SGLang's Req that its cache reads."""
 
     extra_key = cache_salt = None
 
@@ -54,7 +54,7 @@ class RealRequest:
 
 
 class Real:
-    """SGLang's cache, and what its scheduler does around it. Which slot a token has does not matter."""
+    """SGLang's cache, and what its scheduler does around it. The slot of a token does not matter."""
 
     device = "cpu"
 
@@ -94,7 +94,7 @@ class Real:
         if missing > self.free + self.cache.evictable_size():
             self.cache.unlock(lock)
             return None
-        # alloc_for_extend asks for a page too many, where a page is more than a token
+        # alloc_for_extend requests one page too many if a page is larger than a token
         self.take(missing, len(tokens) - hit + (self.size if self.size > 1 else 0))
         request = RealRequest(tokens, priority)
         request.lock, request.kv.cache_protected_len = lock, hit
@@ -147,7 +147,7 @@ class Ours:
         self.manager = create_manager(
             "sglang", num_blocks=pages, block_size=size, sink=self.sink, policy=policy, **config
         )
-        self.manager.hold_events = True  # as the original, where what is said in one step coalesces
+        self.manager.hold_events = True  # as in the original, where the events of a step are merged
         self.driver = RadixDriver(self.manager, True, random.Random(0))
 
     def admit(self, tokens, priority):
@@ -193,7 +193,7 @@ class Ours:
 
 
 def run(seed, counts, steps=150, threshold=None):
-    """One random program on both; every answer, event and size is equal. With a threshold the policy is slru."""
+    """Run a random program on both; answers, events and sizes must be equal. With a threshold the policy is slru."""
     rng = random.Random(seed)
     size, pages, policy = rng.choice((1, 2, 4, 16)), rng.choice((1, 2, 3, 6, 12, 48)), rng.choice(OF_BOTH)
     if threshold is None:
@@ -262,7 +262,7 @@ def test_random_requests_get_the_same_answers_events_and_sizes(block):
 
 @pytest.mark.filterwarnings("ignore")  # as above
 @pytest.mark.parametrize("threshold", [1, 2, 3, 5])
-def test_slru_protects_from_its_threshold_on_and_from_two_hits_by_default(threshold):
+def test_slru_protects_from_its_threshold_which_is_two_hits_by_default(threshold):
     counts = Counter()
     for seed in range(30):
         run(seed, counts, threshold=threshold)

@@ -1,7 +1,6 @@
-"""SGLang's router, a process in Rust that is not ours, in front of served engines, by prefixes and by the load that it
-counts itself.
+"""SGLang's router, a third-party process in Rust, in front of served engines, by prefixes and by its own count of load.
 
-It hears no events. Requests are held in the engines, as one after the other they would always find both idle.
+It receives no events. The engines hold requests, because sequential requests would always find both engines idle.
 """
 
 import shutil
@@ -50,7 +49,7 @@ def is_ready(url):
 
 @contextmanager
 def behind_router(tmp_path, *args, workers=2, pairs=False):
-    """Workers behind a router: the server, and where the router listens."""
+    """Run workers behind a router; yield the server, and the router's URL."""
     profile = EngineProfile(workers=workers, num_blocks=4096, block_size=1)
     with (
         RouterHarness(profile, speaker_of(find_dialect(DIALECT))) as kv,
@@ -73,7 +72,7 @@ def behind_router(tmp_path, *args, workers=2, pairs=False):
             process.wait()
 
 
-def test_a_prefix_goes_to_the_same_worker_again(tmp_path):
+def test_requests_with_a_prefix_go_to_the_same_worker_again(tmp_path):
     with behind_router(tmp_path, "--policy", "cache_aware") as (server, url):
         prefixes = [server.text(64) for _ in range(2)]
         for turn in range(4):
@@ -84,7 +83,7 @@ def test_a_prefix_goes_to_the_same_worker_again(tmp_path):
         server.routing.assert_hit_ratio(of_best=1.0)
 
 
-def test_held_requests_of_one_prefix_go_elsewhere_in_the_end(tmp_path):
+def test_many_held_requests_of_one_prefix_spread_to_the_other_worker(tmp_path):
     limits = ("--balance-abs-threshold", "4", "--balance-rel-threshold", "1.1")
     with (
         behind_router(tmp_path, "--policy", "cache_aware", *limits) as (server, url),
@@ -105,7 +104,7 @@ def test_held_requests_of_one_prefix_go_elsewhere_in_the_end(tmp_path):
         assert server.routing.elsewhere > 0
 
 
-def test_a_pair_of_prefill_and_decode_gets_the_request_twice(tmp_path):
+def test_both_engines_of_a_pair_get_the_request(tmp_path):
     with behind_router(tmp_path, pairs=True) as (server, url):
         text = server.text(64)
         status, answer = call(url, "/generate", {"text": text, "sampling_params": {"max_new_tokens": 4}})

@@ -1,6 +1,6 @@
 """The block pool against the KVCacheManager of vLLM, on random requests: no difference at all.
 
-Run as a program it is the long differential: `python tests/interop/test_vllm_pool.py RUNS [FIRST_SEED]`.
+Run as a program, it is the long differential: `python tests/interop/test_vllm_pool.py RUNS [FIRST_SEED]`.
 """
 
 import random
@@ -150,7 +150,7 @@ class Ours:
 
 
 def run(seed, counts, steps=150):
-    """One random program on both; every answer, event and free queue is equal."""
+    """Run one random program on both; every answer, event and free queue must be equal."""
     rng = random.Random(seed)
     size, capacity = rng.choice((1, 2, 4, 16)), rng.choice((1, 2, 3, 6, 12, 48))
     algorithm = rng.choice(ALGORITHMS)

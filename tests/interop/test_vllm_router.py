@@ -1,7 +1,6 @@
-"""vllm-project/router, a process in Rust that is not ours, in front of served engines: `--policy kv_aware` over ZMQ
-events.
+"""vllm-project/router, a third-party process in Rust, in front of served engines: `--policy kv_aware` over ZMQ events.
 
-Engines are warmed directly, so that only their events can tell the router who holds a prompt.
+Engines are warmed directly, so the router can learn only from their events which worker holds a prompt.
 """
 
 import shutil
@@ -27,7 +26,7 @@ BINARY = shutil.which("vllm-router", path=str(Path(sys.executable).parent))
 if BINARY is None:
     pytest.skip("needs vllm-router (dependency group vllm-router)", allow_module_level=True)
 READS = ["vllm-0.24", "vllm-0.28", "vllm-0.33", "vllm-0.24-bytes", "vllm-0.28-bytes", "vllm-0.33-bytes"]
-# what its log says then; it goes on, and routes as if it knew nothing (the table in docs/reference/serve.md)
+# The router logs these texts, goes on, and routes as if it knew nothing (the table in docs/reference/serve.md).
 CANNOT_READ = {
     "vllm-0.9": "KV event must be a tagged map",
     "vllm-0.10.2": "KV event must be a tagged map",
@@ -53,7 +52,7 @@ def free_port():
 
 @contextmanager
 def router_before(server, log):
-    """Return where the router listens, once it hears all workers."""
+    """Return the router's URL once it is subscribed to all workers."""
     port = free_port()
     args = [BINARY, "--host", "127.0.0.1", "--port", str(port), "--prometheus-port", str(free_port())]
     args += ["--policy", "kv_aware", "--worker-urls", *server.urls]
@@ -81,23 +80,23 @@ def is_healthy(url):
 
 
 def routed(server, url, text):
-    """Return to whom the router sends a prompt."""
+    """Return the worker to which the router sends a prompt."""
     complete(url, text, model="mock-model")
     return server.requests[-1].worker
 
 
 def wait_applied(server, url):
-    """Return when the router has applied the events of both workers so far: it finds what was served there after them.
+    """Return when the router has applied all earlier events of both workers: it finds prompts that were served later.
 
-    Each prompt is asked for once, and a while after it was served: one that goes elsewhere is held there, too, from
-    then on. A router that knows nothing sends both of a pair to one worker.
+    Each prompt is requested once, a while after it was served: if it goes to another worker, that worker holds it too
+    from then on. A router that knows nothing sends both prompts of a pair to one worker.
     """
     served, right = [], 0
 
     def serve():
         pair = [
             server.text(4) + "x" for _ in server.workers
-        ]  # a tail: else of a hybrid model an event may name nothing
+        ]  # a tail: without it, an event of a hybrid model may name nothing
         for worker, text in enumerate(pair):
             complete(server.url(worker), text)
         served.append(pair)
@@ -115,7 +114,7 @@ def wait_applied(server, url):
 
 @contextmanager
 def behind_router(dialect, tmp_path, num_blocks=1024, model="mock-model"):
-    """Two workers behind a router, whose log is a file: the server, where the router listens, and the log."""
+    """Run two workers behind a router with a log file; yield the server, the router's URL, and the log."""
     log = tmp_path / "router.log"
     with (
         RouterHarness(EngineProfile(workers=2, num_blocks=num_blocks), served_by(find_dialect(dialect), model)) as kv,
@@ -125,26 +124,26 @@ def behind_router(dialect, tmp_path, num_blocks=1024, model="mock-model"):
         yield server, url, log
 
 
-def test_every_dialect_is_in_a_list():
+def test_every_dialect_is_listed_as_readable_or_not():
     of_engines = {name for name in known_dialects() if name.startswith(("vllm", "sglang"))}
     assert of_engines == {*READS, *CANNOT_READ}
 
 
 @pytest.mark.parametrize("dialect", CANNOT_READ)
-def test_it_says_that_it_cannot_read_a_dialect(dialect, tmp_path):
+def test_the_router_logs_that_it_cannot_read_a_dialect(dialect, tmp_path):
     with behind_router(dialect, tmp_path) as (server, _, log):
         complete(server.url(0), server.text(4))
         said = f"kv_index decode batch: {CANNOT_READ[dialect]}"
         server.publisher(0).settle(lambda: said in log.read_text(), timeout=20)
 
 
-def test_it_forgets_what_was_evicted(tmp_path):
+def test_the_router_forgets_evicted_blocks(tmp_path):
     with behind_router("vllm-0.33", tmp_path, num_blocks=64) as (server, url, _):
         text = server.text(4)
         complete(server.url(0), text)
         wait_applied(server, url)
         assert routed(server, url, text) == 0
-        while server.held(text):  # others take its place
+        while server.held(text):  # other blocks replace its blocks
             complete(server.url(0), server.text(16))
         wait_applied(server, url)
         complete(server.url(1), text)
@@ -153,20 +152,20 @@ def test_it_forgets_what_was_evicted(tmp_path):
         assert server.requests[-1].overlap == {1: 4}
 
 
-def test_a_lost_batch_is_replayed_to_it(tmp_path):
+def test_the_router_recovers_a_lost_batch(tmp_path):
     with behind_router("vllm-0.33", tmp_path) as (server, url, _):
         complete(server.url(0), server.text(4))
         wait_applied(server, url)
         lost = server.text(4)
         server.fault(0, "lose")
         complete(server.url(0), lost)
-        wait_applied(server, url)  # the next batch shows the gap, and it asks
+        wait_applied(server, url)  # the next batch shows the gap, and the router requests the lost one
         assert [worker for worker, _ in server.replays] == [0]
         assert routed(server, url, lost) == 0
 
 
 @pytest.mark.parametrize("dialect", READS)
-def test_it_sends_each_prompt_to_its_holder(dialect, tmp_path):
+def test_the_router_sends_each_prompt_to_its_holder(dialect, tmp_path):
     with behind_router(dialect, tmp_path) as (server, url, _):
         texts = [server.text(4) for _ in range(20)]
         for number, text in enumerate(texts):
@@ -179,7 +178,7 @@ def test_it_sends_each_prompt_to_its_holder(dialect, tmp_path):
         for text in moved:
             complete(server.url(0), text)
         wait_applied(server, url)
-        assert [routed(server, url, text) for text in moved] == [0] * 11  # worker 1 has said that it holds nothing
+        assert [routed(server, url, text) for text in moved] == [0] * 11  # worker 1 has published that it holds nothing
 
         server.restart(0)
         assert server.held(texts[0]) == {}
@@ -189,14 +188,14 @@ def test_it_sends_each_prompt_to_its_holder(dialect, tmp_path):
         wait_applied(server, url)
         assert [routed(server, url, text) for text in texts[::2]] == [
             1
-        ] * 10  # of a former life of worker 0 nothing is left
+        ] * 10  # nothing is left from before the restart of worker 0
 
 
 # ------------------------------------------------------------------------------------------------- hybrid models
 
 
 @pytest.mark.parametrize("model", ["gpt-oss", "qwen3-next"])
-def test_of_a_hybrid_model_it_finds_who_alone_holds_a_prefix_but_not_who_holds_more_of_it(model, tmp_path):
+def test_for_a_hybrid_model_the_router_finds_a_sole_holder_but_not_the_holder_of_more_blocks(model, tmp_path):
     with behind_router("vllm-0.33", tmp_path, num_blocks=4096, model=model) as (server, url, _):
         alone, shared = ([server.text(30) for _ in range(16)] for _ in range(2))
         for number, text in enumerate(alone):
@@ -210,9 +209,9 @@ def test_of_a_hybrid_model_it_finds_who_alone_holds_a_prefix_but_not_who_holds_m
         assert found != [0, 1] * 8  # 8 of 16, as by chance
 
 
-def test_a_batch_with_a_stored_that_kept_nothing_is_refused_whole_and_asked_for_again_and_again(tmp_path):
+def test_a_batch_with_a_stored_without_hashes_is_refused_and_requested_again_and_again(tmp_path):
     with behind_router("vllm-0.33", tmp_path, model="gpt-oss") as (server, _, log):
-        complete(server.url(0), server.text(20) + "x", 40)  # what output fills is kept by no window
+        complete(server.url(0), server.text(20) + "x", 40)  # windows keep no block that output fills
         said = "kv_index decode batch: KV event hashes must be a nonempty array"
         server.publisher(0).settle(lambda: said in log.read_text(), timeout=20)
         text = server.text(20) + "x"

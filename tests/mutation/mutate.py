@@ -3,13 +3,13 @@
     pip install -e '.[test]' --group mutation
     python tests/mutation/mutate.py --seed 1 --count 100
 
-The seed draws the mutants from all that `operators.py` makes of the package. First it is noted which test runs which
-lines; that takes minutes, and is kept for later runs as long as the package stays as it is. Then each mutant gets the
-tests that run its line, quick ones first, until one fails: in a fork of one process that has collected all tests, where
-the functions get the mutant's code, or in a process of its own where what is changed runs at import. A survivor wants a
-test; one that no test can tell from the code as it is wants a reason in `equivalent.toml`.
+The seed draws the mutants from all that `operators.py` makes of the package. The first run notes which tests run which
+lines. That takes minutes, and later runs use the notes as long as the package does not change. Then the tests that run
+a mutant's line run, quick ones first, until one fails. They run in a fork of a process that has collected all tests,
+and the functions get the mutant's code; if the changed code runs at import, they run in a process of their own. A
+survivor needs a test; if no test can distinguish it from the code, it needs a reason in `equivalent.toml`.
 
-What a part of the tests kills is asked with their ids in a file, as pytest prints them:
+To find out what some of the tests kill, put their ids in a file as pytest prints them:
 
     pytest tests --collect-only -q > IDS
     python tests/mutation/mutate.py --seed 1 --count 60 --tests IDS
@@ -50,22 +50,22 @@ ROOT = HERE.parents[1]
 PACKAGE = "pytest_kvmock"
 TESTS = ("tests", "examples")
 LEFT_OUT = ("tests/interop", "tests/mutation", "tests/wire/test_soak.py", "tests/test_structure.py")
-"""They need other programs, or minutes, or read the code and do not run it."""
+"""These tests need other programs or minutes, or read the code without running it."""
 COMMAND = ("-q", "-p", "watch", "-p", "no:cacheprovider", "--tb=line", "--no-header")
 COMMAND += tuple(f"--ignore={path}" for path in LEFT_OUT)
 ENVIRONMENT = {"CI": "1", "PYTHONHASHSEED": "0"}  # with CI set, Hypothesis tries the same examples each time
 
 QUICK = 3.0
-"""Seconds of computing, without a mutant, of the tests that are run first: those that need least."""
+"""Computing seconds, without a mutant, of the tests that run first: the quickest ones."""
 LONG = 30.0
-"""Of all tests that are run, unless more or all are asked for (`--seconds`, `--whole`); the rest are long ones."""
+"""Computing seconds of all tests that run, without `--seconds` and `--whole`; the other tests are long ones."""
 TIMES_SLOWER = 20
 LEAST_LIMIT = 10.0
-"""A test that computes that many times longer than without a mutant, and these seconds, has timed out."""
+"""A test has timed out if it computes longer than both limits: a multiple of its time without a mutant, and seconds."""
 PASSED = {0, 5}
-"""Exit status of runs without a failure; 5: none of the tests is there any more."""
+"""Exit statuses of runs without a failure; 5: none of the tests exists any more."""
 WALL = 1800
-"""Seconds after which a run is ended that waits for something."""
+"""Seconds after which a run that waits for something is ended."""
 
 
 def main() -> int:
@@ -131,7 +131,7 @@ def modules() -> list[Path]:
 
 
 def equivalents() -> list[dict[str, str]]:
-    """Mutants that no test can tell from the code, each by its file, operator and line, before and after, with the
+    """Return the mutants that no test can distinguish from the code: file, operator, line before and after, and
     reason.
     """
     return tomllib.loads((HERE / "equivalent.toml").read_text()).get("equivalent", [])
@@ -141,13 +141,13 @@ class Tree:
     """A copy of the checkout in which mutants are tried.
 
     Attributes:
-        seconds: of each test without a mutant.
-        names: of the tests.
-        sets: of tests, each a list of places in `names`.
-        lines: by file and line, which set of tests runs it.
+        seconds: computing seconds of each test without a mutant.
+        names: names of the tests.
+        sets: sets of tests, each a list of places in `names`.
+        lines: by file and line, the number of the set of tests that runs it.
         imported: by file, the lines that run before any test does.
-        changed: files with tests that were changed since that was noted; what is new in them is run for each mutant.
-        only: the tests that may be run; None for all, and with it what is new in a file is left out.
+        changed: files with tests that changed since the notes; their new tests run for each mutant.
+        only: the tests that may run, without new tests of changed files; None for all.
     """
 
     def __init__(self, root: Path, *, seconds: float, near: bool, only: set[str] | None = None) -> None:
@@ -181,7 +181,7 @@ class Tree:
             lines = {int(line): which for line, which in table["lines"].get(file, {}).items()}
             imported = set(table["imported"].get(file, ()))
             places = same_lines(table["package"].get(file, ""), text)
-            if places is not None:  # what is new in a file is taken to be run by all that run anything of it
+            if places is not None:  # new lines are assumed to be run by all tests that run anything of the file
                 self.sets.append(sorted({test for which in set(lines.values()) for test in self.sets[which]}))
                 new, none = len(self.sets) - 1, len(table["sets"])
                 every = range(1, len(text.splitlines()) + 1)
@@ -194,7 +194,7 @@ class Tree:
         subprocess.run([sys.executable, "-m", "compileall", "-q", PACKAGE], cwd=root, check=True)
 
     def digests(self) -> dict[str, str]:
-        """Of each file with tests."""
+        """Return the digest of each file with tests."""
         paths = sorted(path for tests in TESTS for path in (self.root / tests).rglob("test_*.py"))
         found = {
             path.relative_to(self.root).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest() for path in paths
@@ -202,7 +202,7 @@ class Tree:
         return {name: digest for name, digest in found.items() if not name.startswith(LEFT_OUT)}
 
     def note(self) -> dict[str, object]:
-        """Run all tests; which runs which lines."""
+        """Run all tests, and return which of them run which lines."""
         print("noting which test runs which lines; this takes minutes", flush=True)
         seconds, data = self.root / "seconds.json", self.root / "lines.coverage"
         command = ["-m", "coverage", "run", f"--data-file={data}", f"--include=*/{PACKAGE}/*", "-m", "pytest", *COMMAND]
@@ -215,14 +215,14 @@ class Tree:
         return {"files": self.digests()} | table_of(self.root, seconds, data)
 
     def attempt(self, mutant) -> tuple[str, str]:
-        """What becomes of a mutant, and by which test."""
+        """Try a mutant; return its outcome and the test that decided it."""
         path = self.root / mutant.file
         source, times = path.read_text(), path.stat()
         changed = mutant.apply(source)
         cached = Path(py_compile.compile(str(path), doraise=True) or "")
         try:
             path.write_text(changed)
-            cached.unlink()  # it is told by seconds and size, which may be the same
+            cached.unlink()  # Python recognizes it by seconds and size, which may be equal
             return self.judge(mutant, source, changed)
         finally:
             path.write_text(source)
@@ -247,12 +247,12 @@ class Tree:
             status, failed = UNFIT, ""
         else:
             status, failed = self.ask(self.plan(ordered[:last], self.changed) | module)
-        # What has run at import has left what it made: a failure counts all the same, and else it is tried again.
+        # Objects made at import are still the old ones: a failure counts, but without one the mutant is tried again.
         if status != UNFIT and (status not in PASSED or not self.imported[mutant.file] & {*mutant.lines}):
             found = outcome(status, failed)
             if found is None or in_function:
                 return found or survived
-            # A new value that not everybody got who had the old one may fail by that: the test that failed goes first.
+            # A test may fail because some users of the constant kept the old value: that test runs first.
             ordered.sort(key=lambda nodeid: nodeid != failed)
         for part, files in ((ordered[:quick], self.changed), (ordered[quick:last], [])):
             if part or files:
@@ -264,7 +264,7 @@ class Tree:
         return survived
 
     def is_derived_from(self, mutant) -> bool:
-        """Whether a constant is made use of when its module is imported, as by another constant."""
+        """Return whether the import of the module uses a constant, for example for another constant."""
         name = re.match(r"\w+", mutant.old)
         if mutant.lines or name is None:
             return False
@@ -277,9 +277,9 @@ class Tree:
         return {"tests": tests, "limits": limits, "files": files, "known": known}
 
     def running(self, mutant) -> set[str]:
-        """The tests that run what a mutant changes; of a constant of a module, what names it.
+        """Return the tests that run what a mutant changes; for a constant of a module, the tests that run its users.
 
-        What runs at import has its effect elsewhere: then it is the tests that run anything of the module.
+        Code that runs at import has its effect elsewhere, so these are the tests that run any line of the module.
         """
         places = {mutant.file: mutant.lines}
         if self.imported[mutant.file] & {*mutant.lines} or self.is_derived_from(mutant):
@@ -292,7 +292,7 @@ class Tree:
                 for file in ([mutant.file] if mutant.old.startswith("_") else self.lines)
             }
         which = {self.lines[file][n] for file, lines in places.items() for n in lines if n in self.lines[file]}
-        if not which and mutant.lines:  # Python 3.11 leaves a line out now and then: those beside it stand in for it
+        if not which and mutant.lines:  # Python 3.11 omits a line now and then: its neighbours stand in for it
             noted = sorted(self.lines[mutant.file])
             at = bisect(noted, mutant.line)
             which = {self.lines[mutant.file][n] for n in noted[max(0, at - 1) : at + 1]}
@@ -300,7 +300,7 @@ class Tree:
         return found if self.only is None else found & self.only
 
     def ask(self, plan: dict[str, object]) -> tuple[int, str]:
-        """Have tests run in a fork of the process that has collected all; its exit status, and which test failed."""
+        """Run tests in a fork of the process that has collected all; return its exit status and the failed test."""
         if self.server is None:
             connection, theirs = socket.socketpair()
             options = ["-x", f"--basetemp={self.root.parent / 'basetemp'}"]
@@ -315,7 +315,7 @@ class Tree:
             self.stream.write(json.dumps(plan | {"failed": str(self.root.parent / "failed")}) + "\n")
             self.stream.flush()
             line = self.stream.readline()
-        if not line:  # it has ended, as it could not collect the tests
+        if not line:  # the process has ended, as it could not collect the tests
             print(Path(self.output.name).read_text())
             raise SystemExit(2)
         answer = json.loads(line)
@@ -329,8 +329,8 @@ class Tree:
             self.output.close()
 
     def run(self, command: list[str], plan: dict[str, object], *, wall: float) -> tuple[int, str]:
-        """Run Python in the copy; exit status and output."""
-        # Not a pipe: what a test has started may outlive it, and would hold that open.
+        """Run Python in the copy; return exit status and output."""
+        # Not a pipe: a process started by a test may live longer, and would keep the pipe open.
         with tempfile.NamedTemporaryFile() as output, self.start(command, plan, output) as process:
             try:
                 process.wait(wall)
@@ -363,19 +363,19 @@ class Tree:
 
 
 def ids_in(text: str) -> set[str]:
-    """The ids of tests that are lines of a text, which may have others."""
+    """Return the ids of tests among the lines of a text."""
     return {line.strip() for line in text.splitlines() if re.match(r"[\w/.-]+\.\w+::", line)}
 
 
 def outcome(status: int, failed: str) -> tuple[str, str] | None:
-    """What a run of tests tells of a mutant; nothing if all have passed."""
+    """Return the outcome of a mutant after a run of tests; None if all have passed."""
     if status in {TIMEOUT, -signal.SIGKILL, -signal.SIGALRM}:
         return "timeout", ""
     return None if status in PASSED else ("killed", failed or "before any test")
 
 
 def table_of(root: Path, seconds: Path, data: Path) -> dict[str, object]:
-    """What was noted: seconds of tests, and by file and line which of them run it, as the number of a set of tests."""
+    """Return the notes: seconds of tests, and by file and line the number of the set of tests that run it."""
     from coverage import CoverageData
 
     tests: dict[str, float] = json.loads(seconds.read_text())
@@ -395,7 +395,7 @@ def table_of(root: Path, seconds: Path, data: Path) -> dict[str, object]:
 
 
 def same_lines(old: str, new: str) -> dict[int, int] | None:
-    """By number of a line in a text, that of the same line in the old one; nothing if they are equal."""
+    """Return, by line number of a text, the number of the same line in the old one; None if the texts are equal."""
     if old == new:
         return None
     blocks = SequenceMatcher(None, old.splitlines(), new.splitlines(), autojunk=False).get_matching_blocks()

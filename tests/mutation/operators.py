@@ -1,9 +1,9 @@
-"""One-line mutants of a module: what somebody could have written by mistake, one change each.
+"""One-line mutants of a module: plausible mistakes, one change each.
 
-Left alone is what no test can or should tell apart: docstrings, annotations, `__repr__`, `__slots__`, decorators, what
-is for type checkers alone, asserts, which tell mypy what a line before has shown, and lines marked `pragma: no cover`,
-which nothing reaches. Texts are left alone too: tests compare messages whole, and a misspelt word is no bug of the
-verdict.
+The operators leave alone what no test can or should distinguish: docstrings, annotations, `__repr__`, `__slots__`,
+decorators, code only for type checkers, asserts, which tell mypy what an earlier line has shown, and unreachable lines
+marked `pragma: no cover`. They leave texts alone too: tests compare whole messages, and a misspelt word is no bug of
+the verdict.
 """
 
 from __future__ import annotations
@@ -36,22 +36,22 @@ ARITHMETIC = {
 }
 NAMES = {"any": "all", "all": "any", "min": "max", "max": "min", "reversed": "list", "sorted": "list"}
 EMPTY = {"list": "[]", "tuple": "()", "dict": "{}", "set": "set()", "str": '""', "frozenset": "frozenset()"}
-"""What is returned in place of a value, by the first word of the annotation; None for others."""
+"""The value returned in place of another, by the first word of the annotation; None for other annotations."""
 
 
 class Mutant(NamedTuple):
-    """A change of one place.
+    """A change in one place.
 
     Attributes:
         file: the module, as a path below the root.
         line: the first line that changes, from 1.
         operator: the kind of change.
-        start: where the changed text begins in the module.
-        stop: and where it ends.
-        text: what stands there instead.
-        lines: the lines whose execution runs what is changed; empty: it runs when the module is imported.
-        old: the first changed line before, without its indentation.
-        new: and after.
+        start: offset in the module at which the changed text begins.
+        stop: offset at which it ends.
+        text: the replacement.
+        lines: the lines whose execution runs the changed code; empty: it runs when the module is imported.
+        old: the first changed line before the change, without its indentation.
+        new: the same line after the change.
     """
 
     file: str
@@ -65,12 +65,12 @@ class Mutant(NamedTuple):
     new: str
 
     def apply(self, source: str) -> str:
-        """The module with the change."""
+        """Return the module with the change."""
         return source[: self.start] + self.text + source[self.stop :]
 
 
 def mutants(file: str, source: str) -> list[Mutant]:
-    """All mutants of a module, in the order of their places, none twice."""
+    """Return all mutants of a module in the order of their places, without duplicates."""
     found = {(change.start, change.stop, change.text): change for change in _Finder(file, source).find()}
     return sorted(found.values(), key=lambda each: (each.start, each.stop, each.operator, each.text))
 
@@ -96,7 +96,7 @@ class _Finder:
     # ----------------------------------------------------------------------------------------------- places
 
     def _at(self, line: int, column: int) -> int:
-        """Offset of a place; columns of `ast` count bytes."""
+        """Return the offset of a place; columns of `ast` count bytes."""
         begin = self.starts[line - 1]
         text = self.source[begin : self.starts[line]]
         return begin + len(text.encode()[:column].decode())
@@ -118,9 +118,9 @@ class _Finder:
         return Mutant(self.file, line, operator, start, stop, text, self.lines, old.strip(), new.strip())
 
     def _between(self, operator: str, left: ast.expr, right: ast.expr, old: str, new: str) -> Iterator[Mutant]:
-        """Exchange the operator that stands between two expressions."""
+        """Exchange the operator between two expressions."""
         start, stop = self._span(left)[1], self._span(right)[0]
-        # Parentheses may stand there too, a comment does not.
+        # Parentheses may be between them too, but no comment.
         found = re.search(rf"(?<![\w<>=!*/]){old}(?![\w<>=*/])", self.source[start:stop])
         if found:
             yield self._mutant(operator, start + found.start(), start + found.end(), new)
@@ -196,7 +196,7 @@ class _Finder:
             return
         if self.lines and not isinstance(node.value, ast.Constant) and "yield" not in self._text(node.value):
             attribute = all(isinstance(target, (ast.Attribute, ast.Subscript)) for target in targets)
-            if attribute:  # of a name the loss is seen by whatever reads it next
+            if attribute:  # without the assignment of a name, the next reader fails in any case
                 yield self._mutant("removal", *self._span(node), "pass")
         yield from self._expression(node.value)
 
@@ -229,7 +229,7 @@ class _Finder:
         negated = test.operand if isinstance(test, ast.UnaryOp) and isinstance(test.op, ast.Not) else None
         one = isinstance(test, ast.Compare) and len(test.ops) == 1 and type(test.ops[0]) in COMPARISONS
         exact = one and not isinstance(test.ops[0], (ast.Lt, ast.LtE, ast.Gt, ast.GtE))  # type: ignore[attr-defined]
-        if negated is None and not exact:  # those are negated by their own operators
+        if negated is None and not exact:  # exact comparisons are negated by their own operators
             yield self._mutant("negation", *self._span(test), f"not ({self._text(test)})")
         yield from self._expression(test)
 

@@ -1,4 +1,4 @@
-"""Which mutants a line has, and what is left alone."""
+"""Which mutants a line has, and which code is left alone."""
 
 import ast
 from textwrap import dedent, indent
@@ -9,7 +9,7 @@ from operators import mutants
 
 
 def changed(body, returns="object"):
-    """Operator and changed line of each mutant of a function's body."""
+    """Return the operator and the changed line of each mutant of a function's body."""
     source = f"def f(a, b, c) -> {returns}:\n" + indent(dedent(body), "    ")
     found = mutants("m.py", source)
     for mutant in found:
@@ -48,7 +48,7 @@ def test_each_place_of_a_line_has_its_mutants(line, expected):
         ("int | None", "return None"),
     ],
 )
-def test_a_return_gives_none_or_the_opposite(returns, expected):
+def test_a_return_is_mutated_to_none_or_the_opposite(returns, expected):
     assert changed("return a", returns) == [("return", expected)]
 
 
@@ -74,14 +74,14 @@ def test_a_default_runs_with_its_function_definition():
     assert ("default", "def f(a=True):", range(2, 4)) == (mutant.operator, mutant.new, mutant.lines)
 
 
-def test_a_constant_of_a_module_is_run_by_its_import():
+def test_a_constant_of_a_module_runs_at_import():
     assert [range(0)] == [mutant.lines for mutant in mutants("m.py", "MOST = 1\n")]
 
 
-def test_columns_are_characters_and_not_bytes():
+def test_columns_are_counted_in_characters_and_not_in_bytes():
     assert changed('x = "ä" == a') == [("comparison", 'x = "ä" != a')]
 
 
-def test_the_ids_that_pytest_prints_are_read_and_nothing_else():
+def test_ids_in_reads_only_the_test_ids_that_pytest_prints():
     text = "tests/a/test_b.py::test_c[x y]\ntests/a.kv.yaml::case\n\nSKIPPED [1] tests/a.py:3: why\n2 tests collected in 1s\n"  # noqa: E501
     assert ids_in(text) == {"tests/a/test_b.py::test_c[x y]", "tests/a.kv.yaml::case"}

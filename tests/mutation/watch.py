@@ -1,10 +1,10 @@
-"""A plugin for the runs of `mutate.py`: notes which test runs which lines, or runs the tests that it is given.
+"""A plugin for the runs of `mutate.py`: notes which tests run which lines, or runs the tests of a plan.
 
-`KVMOCK_MUTATION` names a JSON file. `{"note": FILE}`: the seconds of each test are noted there (the lines are noted by
-coverage, under the name of each test). `{"serve": FD}`, an open socket: all tests are collected once, and each plan
-that arrives there is carried out in a fork, in which the functions of a module have the code of its changed text. Else
-it is itself a plan: the tests to run, in order, with their limits in seconds, and files of which all tests are to be
-run but for those that are known.
+`KVMOCK_MUTATION` names a JSON file. With `{"note": FILE}` the seconds of each test are noted there (coverage notes the
+lines, under the name of each test). With `{"serve": FD}`, an open socket, all tests are collected once; each plan that
+arrives on the socket runs in a fork in which the functions of a module have the code of its changed text. Any other
+file is itself a plan: the tests to run, in order, their limits in seconds, and files of which all tests run except the
+known ones.
 """
 
 import ast
@@ -24,15 +24,15 @@ from types import CodeType, FunctionType
 import pytest
 
 TIMEOUT = 77
-"""Exit status of a run that a test ended by computing longer than its limit."""
+"""Exit status of a run in which a test computed longer than its limit."""
 UNFIT = 78
-"""Exit status where the changed code does not fit into the functions that there are."""
+"""Exit status if the changed code does not fit into the existing functions."""
 LIMIT = 20
-"""Seconds of computing for a test that has no limit of its own."""
+"""Computing seconds of a test without a limit of its own."""
 WAITING = 120
-"""Seconds that a test may take above its limit; it waits for something then. The machine may be busy."""
+"""Seconds that a test may take beyond its limit while it waits for something. The machine may be busy."""
 MEMORY = 4 * 2**30
-"""Bytes; a loop without an end may fill memory."""
+"""Bytes; an endless loop may fill memory."""
 
 PLAN = json.loads(Path(os.environ["KVMOCK_MUTATION"]).read_text()) if "KVMOCK_MUTATION" in os.environ else {}
 NOTE, SERVE = PLAN.get("note"), PLAN.get("serve")
@@ -41,13 +41,13 @@ FAILED = set()
 
 
 def bounded():
-    """Give this process its limits."""
+    """Set the limits of this process."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
     signal.signal(signal.SIGVTALRM, lambda *_: os._exit(TIMEOUT))
 
 
 def select(items, plan):
-    """Leave what a plan wants, in its order."""
+    """Keep only the tests of a plan, in its order."""
     places = {nodeid: place for place, nodeid in enumerate(plan["tests"])}
     files, known = set(plan["files"]), set(plan["known"])
     new = {each.nodeid for each in items if each.nodeid.partition("::")[0] in files} - known
@@ -74,7 +74,7 @@ def pytest_runtestloop(session):
 
 
 def serve(session):
-    """Carry out plans, each in a fork; returns in the forks alone, which go on to run their tests."""
+    """Run each plan in a fork. It returns only in the forks, which then run their tests."""
     gc.unfreeze()
     functions = defaultdict(list)
     for each in gc.get_objects():
@@ -109,35 +109,35 @@ def serve(session):
                     time.sleep(0.01)
                 status = os.waitstatus_to_exitcode(ended[1])
                 with contextlib.suppress(ProcessLookupError):
-                    os.killpg(child, signal.SIGKILL)  # what its tests have started
+                    os.killpg(child, signal.SIGKILL)  # processes that its tests have started
                 answer = {"status": status, "failed": failed.read_text() if failed.exists() else ""}
                 stream.write(json.dumps(answer) + "\n")
                 stream.flush()
 
 
 def replace(functions, old, new, path):
-    """Give functions the code that they have in the new text of their module; false where that cannot be done."""
+    """Give functions their code from the new text of their module; return False if that is impossible."""
     before, after = codes(compile(old, path, "exec")), codes(compile(new, path, "exec"))
     fresh = {}
     for name, those in before.items():
         these = after.get(name, [])
-        if len(those) == len(these):  # else a lambda went with what was removed: its function has new code itself
+        if len(those) == len(these):  # otherwise the change removed a lambda: its function has new code itself
             for one, other in zip(those, these, strict=True):
                 fresh.setdefault((name, one.co_firstlineno), []).append(other)
     for each in functions:
         code = fresh.get((each.__code__.co_qualname, each.__code__.co_firstlineno), [])
-        if len(code) > 1:  # two lambdas of a line
+        if len(code) > 1:  # two lambdas on one line
             return False
         if code:
             try:
                 each.__code__ = code[0]
-            except ValueError:  # of other free variables
+            except ValueError:  # the free variables differ
                 return False
     return True
 
 
 def rebind(functions, old, new, path):
-    """Give a constant of a module, or the default of an argument, its new value; false where that cannot be done."""
+    """Set the new value of a module constant or of an argument's default; return False if that is impossible."""
     (module,) = [each for each in sys.modules.values() if getattr(each, "__file__", None) == path]
     names = vars(module)
     for before, after in zip(ast.walk(ast.parse(old)), ast.walk(ast.parse(new)), strict=False):
@@ -170,7 +170,7 @@ def _begins(function, node):
 
 
 def codes(code):
-    """All code in some code, by qualified name."""
+    """Return all code objects in a code object, by qualified name."""
     found, waiting = defaultdict(list), [code]
     while waiting:
         each = waiting.pop()

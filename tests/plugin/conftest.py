@@ -1,3 +1,3 @@
-"""Runs of pytest inside pytest, for the tests of the plugin."""
+"""Nested runs of pytest for the tests of the plugin."""
 
 from nested_runs import ids, installed, nested  # noqa: F401 - fixtures

@@ -1,4 +1,4 @@
-"""Pages of documentation: their code blocks, what marks say of them, and what is made from the code.
+"""Pages of documentation: their code blocks, the marks of these, and the parts that are generated from the code.
 
 A mark is an HTML comment on the line before a fenced block (an empty line may be between them):
 
@@ -7,13 +7,13 @@ A mark is an HTML comment on the line before a fenced block (an empty line may b
 | none, `python` | a module of tests that pass |
 | `file: NAME` | a file next to the page's tests: a conftest, an ini file, a scenario; `test_*.py` and `*.kv.yaml` are tests |
 | `fails: NAME` | a module with one test that fails, run by itself |
-| `output` | what pytest prints of the failure in the module before it, from the line with the test's name on |
-| `output: TITLE` | the section of that output with this title alone; `message`: what is before the first |
+| `output` | what pytest prints of the failure of the module before it, from the line with the test's name on |
+| `output: TITLE` | only the section of that output with this title; `message`: the part before the first one |
 | none, `console` | `$ pytest ARGUMENTS` in the page's directory, and what it prints |
 | none, `sh` | commands that a reader types: `pip install` of extras that exist, commands that CI runs |
-| `command: NAME` | in README: what CI runs as it stands there |
-| `drawing` | text that is no output |
-| `signature` | what the name in `::: NAME` before it is, made from the source; the site leaves it out |
+| `command: NAME` | in README: CI runs this block unchanged |
+| `drawing` | text that is not output |
+| `signature` | the signature of the name in `::: NAME` before it, generated from the source; the site leaves it out |
 
 All tests of a page are one run. `KVMOCK_WRITE_DOCS=1 pytest tests/plugin/test_docs.py` writes outputs, and
 `test_docs_tables.py` tables and signatures.
@@ -44,7 +44,7 @@ _TABLE = re.compile(r"^<!-- table: ([\w ]+) -->\n\n?((?:\|.*\n)+)", re.MULTILINE
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block; `number` counts those of its page."""
+    """One fenced block; `number` counts the blocks of its page."""
 
     number: int
     line: int
@@ -56,16 +56,16 @@ class Block:
 
     @property
     def kind(self) -> str:
-        """The mark, or the language where there is none."""
+        """The mark, or the language of a block without one."""
         return self.mark or self.language
 
     @property
     def name(self) -> str:
-        """The file that a module of tests is written to."""
+        """The file name for a module of tests."""
         return self.value or f"test_line_{self.line}.py"
 
     def tests(self) -> set[str]:
-        """Names of the tests and test classes that a Python block defines."""
+        """Return the names of the tests and test classes in a Python block."""
         defined = [node.name for node in ast.parse(self.text).body if hasattr(node, "name")]
         return {name for name in defined if name.startswith(("test_", "Test"))}
 
@@ -98,16 +98,16 @@ class Page:
         ]
 
     def of(self, *kinds: str) -> list[Block]:
-        """The blocks of some kinds."""
+        """Return the blocks of some kinds."""
         return [block for block in self.blocks if block.kind in kinds]
 
     @property
     def files(self) -> dict[str, str]:
-        """The files of the page's directory, its modules of tests among them."""
+        """The files of the page's directory, including its modules of tests."""
         return {block.name: block.text for block in self.of("python", "file")}
 
     def failures(self) -> Iterator[tuple[Block, list[Block]]]:
-        """Each module whose test fails, with the outputs after it."""
+        """Yield each module whose test fails, with the outputs after it."""
         blocks = self.of("fails", "output")
         for i, block in enumerate(blocks):
             if block.kind == "fails":
@@ -119,23 +119,23 @@ class Page:
                 yield block, outputs
 
     def tables(self) -> dict[str, str]:
-        """The tables that are made from the code, by name."""
+        """Return the tables that are generated from the code, by name."""
         return {found[1]: found[2] for found in _TABLE.finditer(self.text)}
 
     def signatures(self) -> dict[str, str]:
-        """The names that the page is the reference of, with the signature that stands below each."""
+        """Return the names that the page is the reference of, each with the signature below it."""
         return {found["name"]: found["text"] or "" for found in _DIRECTIVE.finditer(self.text)}
 
     @property
     def by_hand(self) -> str:
-        """Prose and code that somebody wrote: the text without tables, marks, and what tests print."""
+        """Prose and code written by hand: the text without tables, marks and output of tests."""
         text = self.text
         for block in reversed(self.of("output")):
             text = text[: block.span[0]] + text[block.span[1] :]
         return _NOT_PROSE.sub("", text)
 
     def section(self, heading: str) -> str:
-        """The text under a heading of any level, up to the next of this level."""
+        """Return the text under a heading of any level, up to the next heading of that level."""
         found = re.search(rf"^(#+) {re.escape(heading)}\n(.*?)(?=^\1 |\Z)", self.text, re.DOTALL | re.MULTILINE)
         assert found is not None, f"{self} has no heading {heading!r}"
         return found[2]
@@ -149,11 +149,11 @@ class Page:
         self.write(text)
 
     def write_tables(self, make: Callable[[str], str]) -> None:
-        """Replace all tables that are made from the code."""
+        """Replace all tables that are generated from the code."""
         self.write(_TABLE.sub(lambda found: found[0].replace(found[2], make(found[1])), self.text))
 
     def write_signatures(self, make: Callable[[str], str]) -> None:
-        """Write the signature below each name of which the page is the reference."""
+        """Write the signature below each name that the page is the reference of."""
 
         def written(found: re.Match[str]) -> str:
             directive = f"::: {found['name']}\n{found['options']}"
@@ -175,7 +175,7 @@ PAGES = {
 
 
 def printed(stdout: str, title: str = "") -> str:
-    """What a run printed of its one failure: all of it, or the section with a title."""
+    """Return the output of a run for its one failure: all of it, or the section with a title."""
     whole = re.search(r"^_+ \S+ _+\n.*?(?=^=+ short test summary)", stdout, re.DOTALL | re.MULTILINE)
     assert whole is not None, stdout
     if not title:
@@ -187,6 +187,6 @@ def printed(stdout: str, title: str = "") -> str:
 
 
 def heading_id(heading: str) -> str:
-    """The anchor of a heading, as GitHub and MkDocs make it of plain ones."""
+    """Return the anchor of a plain heading, as GitHub and MkDocs make it."""
     plain = re.sub(r"[`*]", "", heading).lower()
     return re.sub(r"[\s]", "-", re.sub(r"[^\w\s-]", "", plain).strip())

@@ -1,7 +1,7 @@
-"""Signatures of public names, as they stand in the source: for those who read `docs/reference/api/` without the site.
+"""Signatures of public names as in the source, for readers of `docs/reference/api/` without the site.
 
-The source is read, not imported: no version of Python shows in them, and names that are loaded late are like all
-others.
+The source is parsed, not imported: so they do not depend on the Python version, and lazily loaded names are treated
+like all others.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 DECORATORS = {"property", "cached_property", "classmethod", "staticmethod", "contextmanager", "asynccontextmanager"}
 SHOWN_SPECIALS = ("__init__", "__call__")
 FORMS = {"by_place", "by_name", "takes", "needs", "one_of", "short", "amount", "optional", "whose", "states", "becomes"}
-"""What the forms of an operation are made of: for who adds one, in `programs`; the site does not show them either."""
+"""Parts of the forms of an operation, for those who add one in `programs`; the site does not show them either."""
 MOST_OF_A_VALUE = 60
-"""The value of a constant that is longer is left out."""
+"""The value of a constant that is longer than this is left out."""
 
 
 @cache
 def signature(name: str) -> str:
-    """What a public name is: a class with its fields and methods, a function, or a constant, each with the first
-    line of its docstring.
+    """Return the signature of a public name: a class with its fields and methods, a function or a constant, each with
+    the first line of its docstring.
     """
     module, _, attribute = name.rpartition(".")
     found = find(module, attribute)
     assert found is not None, f"{name} is defined nowhere"
     home, node = found
     text = "\n".join(lines_of(home, node))
-    ast.parse(text)  # it is Python, or this raises
+    ast.parse(text)  # raises if it is not Python
     return text + "\n"
 
 
@@ -46,7 +46,7 @@ def signature(name: str) -> str:
 
 @cache
 def lines_of_source(module: str) -> list[bytes]:
-    """In bytes, as `ast` counts columns."""
+    """Return the lines of a module as bytes, because `ast` counts columns in bytes."""
     path = ROOT.joinpath(*module.split("."))
     path = path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
     return path.read_bytes().splitlines(keepends=True)
@@ -54,13 +54,13 @@ def lines_of_source(module: str) -> list[bytes]:
 
 @cache
 def top_level(module: str) -> list[ast.stmt]:
-    """The statements of a module, those under an `if` included."""
+    """Return the top-level statements of a module, including those under an `if`."""
     return [*statements(ast.parse(b"".join(lines_of_source(module))).body)]
 
 
 @cache
 def definitions(module: str) -> dict[str, Definition | ast.ImportFrom]:
-    """What the top level of a module defines or imports, by name."""
+    """Return by name what the top level of a module defines or imports."""
     found: dict[str, Definition | ast.ImportFrom] = {}
     for node in top_level(module):
         if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("pytest_kvmock"):
@@ -81,7 +81,7 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
 
 
 def assigned(node: ast.stmt) -> str:
-    """The one name that is assigned to, or nothing."""
+    """Return the single name that is assigned to, or an empty string."""
     if isinstance(node, ast.AnnAssign):
         target: ast.expr = node.target
     elif isinstance(node, ast.Assign) and len(node.targets) == 1:
@@ -92,7 +92,7 @@ def assigned(node: ast.stmt) -> str:
 
 
 def find(module: str, name: str) -> tuple[str, Definition] | None:
-    """The module that defines a name, and how; None for what is not the package's."""
+    """Return the module that defines a name, with the definition, or None for a name of another package."""
     node = definitions(module).get(name)
     if isinstance(node, ast.ImportFrom):
         assert node.module is not None
@@ -105,7 +105,7 @@ def find(module: str, name: str) -> tuple[str, Definition] | None:
 
 
 def text_of(module: str, node: ast.expr | ast.stmt) -> str:
-    """As it stands there; the lines after the first without the indentation that they share."""
+    """Return the source text, with later lines dedented by their common indentation."""
     lines = lines_of_source(module)[node.lineno - 1 : node.end_lineno]
     lines[-1] = lines[-1][: node.end_col_offset]
     lines[0] = b" " * node.col_offset + lines[0][node.col_offset :]
@@ -122,7 +122,7 @@ def lines_of(module: str, node: Definition) -> list[str]:
 
 
 def string_after(body: list[ast.stmt], position: int) -> str:
-    """The string that stands below a constant, its docstring."""
+    """Return the string below a constant, which is its docstring."""
     after = body[position + 1] if position + 1 < len(body) else None
     if isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str):
         return after.value.value
@@ -130,7 +130,7 @@ def string_after(body: list[ast.stmt], position: int) -> str:
 
 
 def doc_lines(docstring: str | None) -> list[str]:
-    """The first line of a docstring, as a docstring."""
+    """Return the first line of a docstring, as a docstring."""
     summary = cleandoc(docstring or "").partition("\n\n")[0].replace("\n", " ").replace("\\", "\\\\")
     return [f'"""{summary}"""'] if summary else []
 
@@ -145,7 +145,7 @@ def constant_line(module: str, node: Definition) -> str:
 
 
 def header(module: str, node: ast.FunctionDef | ast.AsyncFunctionDef) -> str:
-    """From `def` to the colon, as it stands there, without comments."""
+    """Return the source from `def` to the colon, without comments."""
     source, first = lines_of_source(module), node.body[0]
     lines = [re.sub(r"  #.*", "", line.decode()) for line in source[node.lineno - 1 : first.lineno - 1]]
     if lines:
@@ -175,7 +175,7 @@ def class_lines(module: str, node: ast.ClassDef) -> list[str]:
 
 
 def members(module: str, node: ast.ClassDef) -> dict[str, list[str]]:
-    """The lines of each public member: what is its own, then what it has of the package's other classes."""
+    """Return the lines of each public member: the class's own first, then those inherited from the package."""
     described = attributes_of(ast.get_docstring(node) or "")
     inherited = inherited_members(module, node)
     fields: dict[str, list[str]] = {}
@@ -199,7 +199,7 @@ def members(module: str, node: ast.ClassDef) -> dict[str, list[str]]:
 
 
 def inherited_members(module: str, node: ast.ClassDef) -> dict[str, list[str]]:
-    """Those of the classes of the package that it is made of, the first of a name."""
+    """Return the members of a class's bases in the package; the first of a name counts."""
     found: dict[str, list[str]] = {}
     for base in node.bases:
         plain = base.value if isinstance(base, ast.Subscript) else base
@@ -210,22 +210,22 @@ def inherited_members(module: str, node: ast.ClassDef) -> dict[str, list[str]]:
 
 
 def is_shown(method: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether the site would show it: public, and with a docstring; but every constructor."""
+    """Return whether the site would show a method: a constructor, or a public one with a docstring."""
     if method.name.startswith("_"):
         return method.name in SHOWN_SPECIALS
     return ast.get_docstring(method) is not None
 
 
 def attributes_of(docstring: str) -> dict[str, str]:
-    """The first sentence of each entry under `Attributes:`."""
+    """Return the first sentence of each entry under `Attributes:`."""
     section = re.search(r"^Attributes:\n((?:    .*\n|\n)*)", docstring + "\n", re.MULTILINE)
     entries = re.findall(r"^    (\w+): (.*(?:\n {5,}.*)*)", section[1], re.MULTILINE) if section else []
     return {name: re.split(r"(?<=\.) ", " ".join(text.split()))[0] for name, text in entries}
 
 
 def type_of(module: str, node: ast.ClassDef, name: str) -> str:
-    """The annotation of an attribute that is set in a method, with its colon; nothing where the source does not say
-    it.
+    """Return the annotation of an attribute that a method sets, with its colon, or an empty string if the source has
+    none.
     """
     values: dict[str, ast.expr | None] = {}
     for each in ast.walk(node):

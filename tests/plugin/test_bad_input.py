@@ -1,4 +1,4 @@
-"""What is wrong is said in one line: what was given, what is allowed, and where it stands."""
+"""Wrong input is reported in one line: what was given, what is allowed, and where."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ INI = [
     ("kvmock_event_errors = oops", "got 'oops'; allowed: fail, warn, ignore"),
     ("kvmock_event_warnings =", "got ''; allowed: fail, warn, ignore"),
     ("kvmock_show_log = some", "got 'some'; allowed: failed, all, none"),
-    ("kvmock_seed = x", "*"),  # from 8.4 on pytest reads integers, and the words are its own
+    ("kvmock_seed = x", "*"),  # since 8.4 pytest parses integers, with its own message
     ("kvmock_trace = missing.jsonl", "no such file: '*missing.jsonl'"),
     ("kvmock_trace_limit = -1", "got *-1*; allowed: an integer of at least 1"),
     ("kvmock_profiles = missing/*.yaml", "no such file: 'missing/[*].yaml'"),
@@ -77,13 +77,13 @@ def test_a_wrong_ini_value_is_a_usage_error(nested, line, message):
     result.stderr.fnmatch_lines([f"ERROR: pytest.ini: {line.partition(' ')[0]}: {message}"])
 
 
-def test_an_override_of_ini_is_said_to_be_one(nested):
+def test_a_wrong_override_of_an_ini_value_names_the_override(nested):
     result = nested("def test(): pass", "-o", "kvmock_event_errors=oops", files={"pytest.ini": "[pytest]\n"})
 
     result.stderr.fnmatch_lines(["ERROR: -o kvmock_event_errors: got 'oops'; *"])
 
 
-def test_values_of_pyproject_are_typed(nested):
+def test_pyproject_values_may_be_typed(nested):
     toml = "[tool.pytest.ini_options]\n"
     numbers = '"4"'
     if pytest.version_tuple >= (9, 0):
@@ -115,7 +115,7 @@ SETTINGS = [option.ini for option in OPTIONS_OF_KVMOCK if option.ini]
         (["-v", "--kv-backnd=lru", "."], "--kv-backnd", "--kv-backend"),
     ],
 )
-def test_a_misspelt_option_is_answered_with_the_nearest(nested, args, flag, nearest):
+def test_a_misspelt_option_gets_the_nearest_one(nested, args, flag, nearest):
     result = nested("def test(): pass", *args)
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -124,7 +124,7 @@ def test_a_misspelt_option_is_answered_with_the_nearest(nested, args, flag, near
     assert line.endswith(f"? known: {', '.join(FLAGS)}")
 
 
-def test_an_option_that_is_like_none_of_ours_is_left_to_pytest(nested):
+def test_an_option_unlike_any_of_the_plugin_is_left_to_pytest(nested):
     result = nested("def test(): pass", "--kv-zzzzzzzzzz")
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -152,7 +152,7 @@ TOML = "[tool.pytest.ini_options]\nkvmock_bakends = ['lru']\n[tool.other]\nkvmoc
     ],
     ids=["ini", "ini with others", "cfg", "toml", "native toml", "pytest.toml"],
 )
-def test_a_misspelt_setting_is_answered_with_the_nearest(nested, file, text):
+def test_a_misspelt_setting_gets_the_nearest_one(nested, file, text):
     if pytest.version_tuple < (9, 0) and (file == "pytest.toml" or text == TOML.replace(".ini_options", "")):
         pytest.skip("pytest 9 reads such files")
     result = nested("def test(): pass", files={file: text})
@@ -162,7 +162,7 @@ def test_a_misspelt_setting_is_answered_with_the_nearest(nested, file, text):
     assert [line for line in result.errlines if line] == [f"ERROR: {file}: {expected}"]
 
 
-def test_a_misspelt_override_of_a_setting_too(nested):
+def test_a_misspelt_override_of_a_setting_is_refused(nested):
     result = nested("def test(): pass", "-o", "kvmock_zzzzzz=1")
 
     assert [line for line in result.errlines if line] == [
@@ -246,7 +246,7 @@ MARKERS = [
 
 
 def pattern(text):
-    """A text that holds for itself in fnmatch."""
+    """Return a text escaped for fnmatch."""
     return text.replace("[", "[[]")
 
 
@@ -260,7 +260,7 @@ def test_a_wrong_marker_is_one_line_at_collection(nested, marker, message):
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
-# One run has them all: each message is made in one place, and these are the further ways to it.
+# One run covers them all: each message is made in one place, and these are the other ways to reach it.
 def test_each_wrong_marker_of_a_module_is_one_line_at_collection(nested):
     result = nested(
         "\n".join(
@@ -275,14 +275,14 @@ def test_each_wrong_marker_of_a_module_is_one_line_at_collection(nested):
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
-def test_a_wrong_marker_is_found_on_a_test_that_uses_no_fixture_of_ours(nested):
+def test_a_wrong_marker_is_found_on_a_test_without_fixtures_of_the_plugin(nested):
     result = nested("@pytest.mark.kvmock(foo=1)\ndef test(): pass\ndef test_other(): pass")
 
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines(["test_it.py::test: kvmock(foo=1): unknown key 'foo'; known: block_size, *"])
 
 
-def test_a_block_size_that_the_backend_refuses_says_where_it_comes_from(nested):
+def test_a_block_size_that_the_backend_refuses_is_reported_with_its_marker(nested):
     result = nested("@pytest.mark.kvmock(block_size=12)\ndef test(kv_harness): pass\ndef test_other(kv_sink): pass")
 
     result.assert_outcomes(errors=3, passed=1)
@@ -290,7 +290,7 @@ def test_a_block_size_that_the_backend_refuses_says_where_it_comes_from(nested):
 
 
 @takes_long
-def test_a_wrong_marker_is_the_same_line_under_xdist(nested):
+def test_a_wrong_marker_gives_the_same_line_under_xdist(nested):
     result = nested("@pytest.mark.kvmock(num_blocks=0)\ndef test(kv_sink): pass", "-n", "2", plugins=["xdist"])
 
     result.stdout.fnmatch_lines(["test_it.py::test: kvmock(num_blocks=0): num_blocks*must be *, got 0"])
@@ -298,7 +298,7 @@ def test_a_wrong_marker_is_the_same_line_under_xdist(nested):
 
 
 @pytest.mark.parametrize("place", ["class", "module"])
-def test_a_wrong_marker_further_out_is_found_too(nested, place):
+def test_a_wrong_marker_of_a_class_or_module_is_found(nested, place):
     marks = {"class": "", "module": "", place: "pytestmark = pytest.mark.kvmock(nonsense=1)"}
     result = nested(
         f"{marks['module']}\nclass TestC:\n    {marks['class'] or 'x = 1'}\n    def test(self, kv_sink): pass"
@@ -316,7 +316,7 @@ def unknown(name, nearest, what="key", known=KEYS):
 
 
 def errors_of(result):
-    """The lines of the report between the headline of each error and the summary."""
+    """Return the lines of the report between the headline of each error and the summary."""
     lines = iter(result.outlines)
     found = []
     for line in lines:
@@ -378,7 +378,7 @@ def test_all_wrong_markers_of_a_file_are_reported_at_once(nested):
 
 
 @pytest.mark.parametrize("args", [[], pytest.param(["-n", "2"], marks=takes_long)], ids=["alone", "xdist"])
-def test_wrong_markers_of_several_files_and_classes_are_all_said(nested, args):
+def test_wrong_markers_of_several_files_and_classes_are_all_reported(nested, args):
     wrong = "@pytest.mark.kvmock(sede=1)\n{}def test{}(kv_sink): pass\n"
     method = "    @pytest.mark.kvmock(sede=1)\n    def test(self, kv_sink): pass\n"
     files = {
@@ -388,7 +388,7 @@ def test_wrong_markers_of_several_files_and_classes_are_all_said(nested, args):
 
     result = nested("", *args, plugins=["xdist"], files=files)
 
-    result.assert_outcomes(errors=3, passed=1 if args else 0)  # pytest-xdist goes on
+    result.assert_outcomes(errors=3, passed=1 if args else 0)  # pytest-xdist continues
     line = f"kvmock(sede=1): {unknown('sede', 'seed')}"
     assert sorted(errors_of(result)) == [
         ["test_a.py", f"test_a.py::test1: {line}", f"test_a.py::test2: {line}"],
@@ -416,7 +416,7 @@ def test_a_marker_from_a_hook_is_reported_with_its_test(nested):
 
 
 def lines_of_setups(result):
-    """What is said of the setup of each test: `{its name: [what begins with kvmock:]}`."""
+    """Return the lines about the setup of each test: `{name: [lines that begin with kvmock:]}`."""
     found = {}
     for line in result.outlines:
         if title := re.fullmatch(r"_+ ERROR at setup of (\S+) _+", line):
@@ -452,7 +452,7 @@ def pytest_collection_modifyitems(items):
 """
 
 
-def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested):
+def test_a_wrong_marker_added_after_collection_is_one_line_at_setup(nested):
     markers = "".join(f"    pytest.mark.{marker},\n" for marker, _ in MARKERS)
     late = (
         f"import pytest\nMARKERS = [\n{markers}]\ndef pytest_collection_modifyitems(items):\n    for item in items:\n"
@@ -471,7 +471,7 @@ def test_a_wrong_marker_that_came_late_is_one_line_at_setup(nested):
 
 
 @takes_long
-def test_a_wrong_marker_that_came_late_is_the_same_over_the_matrix_and_under_xdist(nested):
+def test_a_wrong_marker_added_after_collection_is_the_same_line_over_the_matrix_and_xdist(nested):
     files = {"conftest.py": LATE.replace("{marker}", "kv_backends('lruu')")}
 
     result = nested("def test(kv_harness): pass", "-n", "2", plugins=["xdist"], files=files)
@@ -529,7 +529,7 @@ MISSPELT = {
 
 @pytest.mark.parametrize(("source", "name", "nearest"), [pytest.param(*c, id=name) for name, c in MISSPELT.items()])
 @pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
-def test_a_misspelt_fixture_is_answered_with_the_nearest(nested, source, name, nearest, args):
+def test_a_misspelt_fixture_gets_the_nearest_one(nested, source, name, nearest, args):
     result = nested(source, *args, plugins=["xdist"])
 
     result.assert_outcomes(errors=1)
@@ -538,7 +538,7 @@ def test_a_misspelt_fixture_is_answered_with_the_nearest(nested, source, name, n
     result.stdout.fnmatch_lines([f"E *fixture '{name}' not found", "*available fixtures: *", "*Captured kvmock setup*"])
 
 
-def test_a_fixture_that_is_like_none_of_ours_is_left_to_pytest(nested):
+def test_a_fixture_unlike_any_of_the_plugin_is_left_to_pytest(nested):
     result = nested("def test(kv_zzzzzzzz): pass\ndef test_other(evnts): pass")
 
     result.assert_outcomes(errors=2)
@@ -554,7 +554,7 @@ def test_fixtures_of_other_plugins_are_ignored(nested):
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=name) for name, case in FIXTURES.items()])
 @pytest.mark.parametrize("fixture", ["kv_sink", "kv_events"])
-def test_a_wrong_override_is_one_error(nested, case, fixture):
+def test_a_wrong_override_of_a_fixture_is_one_error(nested, case, fixture):
     source, message = case
 
     result = nested(f"{textwrap.dedent(source)}\ndef test({fixture}): pass")
@@ -576,7 +576,7 @@ def test_a_block_size_that_the_backend_refuses_is_one_line(nested, block_size):
 
 
 @worth_its_time
-def test_full_trace_shows_where_it_came_from(nested):
+def test_full_trace_shows_frames_of_the_plugin(nested):
     result = nested("@pytest.mark.kvmock(block_size=3)\ndef test(kv_manager): pass", "--full-trace")
 
     result.stdout.fnmatch_lines(["*pytest_kvmock*"])

@@ -1,4 +1,4 @@
-"""Contracts as a third party runs them: inherited by a class of tests, in a run of pytest."""
+"""Contracts in a run of pytest, as a third party uses them: inherited by a test class."""
 
 import ast
 from pathlib import Path
@@ -24,13 +24,13 @@ class TestNothing(EvictionContract):
 """
 
 
-def test_only_the_subclasses_are_collected(ids):
+def test_only_subclasses_of_a_contract_are_collected(ids):
     found = ids(SOURCE)
     assert {name.partition("::")[0] for name in found} == {"TestForgetful", "TestNothing"}
     assert "TestForgetful::test_a_cleared_worker_has_nothing" in found
 
 
-def test_a_broken_promise_is_one_failed_test_that_says_which_and_shows_no_frame_of_ours(nested):
+def test_a_broken_promise_is_one_failed_test_without_frames_of_the_plugin(nested):
     result = nested(SOURCE, "-k", "TestForgetful and test_a_cleared_worker")
 
     result.assert_outcomes(failed=2)
@@ -50,8 +50,8 @@ def test_a_broken_promise_is_one_failed_test_that_says_which_and_shows_no_frame_
     result.stdout.no_fnmatch_line("E *where *")
 
 
-def test_pytest_adds_no_condition_to_the_message_of_a_contract():
-    """It does so for a module of a plugin, unless its docstring asks it not to."""
+def test_pytest_does_not_rewrite_the_assertions_of_a_contract():
+    """Pytest rewrites the modules of a plugin unless their docstring forbids it."""
     for path in sorted(Path(testing.__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text(encoding="utf-8"))
         says = any(isinstance(node, ast.Assert) and node.msg is not None for node in ast.walk(tree))
@@ -70,7 +70,7 @@ def test_a_subject_that_contradicts_its_declaration_is_one_line_per_test(nested)
     result.stdout.no_fnmatch_line(">*")
 
 
-def test_a_contract_is_the_same_with_a_backend_of_a_conftest(nested):
+def test_a_contract_works_with_a_backend_of_a_conftest(nested):
     conftest = """
         from pytest_kvmock import BackendSpec, create_manager
 

@@ -1,4 +1,4 @@
-"""What the plugin costs those who do not use it: modules, time, hooks."""
+"""The cost of the plugin for those who do not use it: modules, time, hooks."""
 
 from __future__ import annotations
 
@@ -42,13 +42,13 @@ def in_a_new_process(code, *args):
     return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_importing_the_plugin_loads_a_few_modules_and_no_other_library():
-    # The time that it takes is in benchmarks/: a timed test fails on a busy machine.
+def test_importing_the_plugin_loads_few_modules_and_no_other_library():
+    # Its time is measured in benchmarks/: a timed test would fail on a busy machine.
     assert set(in_a_new_process(MEASURE)) == LIGHT
     assert len([name for name in LIGHT if ".contrib" not in name]) <= 8
 
 
-def test_a_suite_that_does_not_use_the_plugin_loads_nothing_more(pytester, monkeypatch):
+def test_a_suite_that_does_not_use_the_plugin_loads_no_further_module(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(
         """
@@ -96,11 +96,11 @@ print(json.dumps([m for m in loaded if "tiers" in m or ".host" in m]))
 
 
 MODULES_OF_A_HARNESS = 95
-"""How many modules a test with `kv_harness` has loaded when it begins, those of `contrib` not counted. It may fall."""
+"""Number of modules loaded when a test with `kv_harness` begins, without those of `contrib`. It may fall."""
 
 
-def test_a_test_with_a_harness_loads_what_a_harness_needs(pytester, monkeypatch):
-    """A router's own tests need its index, and neither engines in time nor anybody who chooses a worker."""
+def test_a_test_with_a_harness_loads_no_engines_and_no_fleets(pytester, monkeypatch):
+    """A router's own tests need its index, but neither engines in virtual time nor fleets."""
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile(
         """
@@ -124,8 +124,8 @@ def test_a_test_with_a_harness_loads_what_a_harness_needs(pytester, monkeypatch)
     assert [name for name in loaded if name.removeprefix("pytest_kvmock.").startswith(in_time)] == []
 
 
-def test_the_hooks_that_run_for_every_test_are_these():
-    """Each further hook costs every test of every suite that has the plugin installed."""
+def test_only_these_hooks_run_for_every_test():
+    """Each further hook costs every test of every suite with the plugin installed."""
     hooks = {
         name
         for module in pytest_kvmock.plugin.pytest_plugins
@@ -138,7 +138,7 @@ def test_the_hooks_that_run_for_every_test_are_these():
         "pytest_cmdline_main",
         "pytest_configure",
         "pytest_load_initial_conftests",
-        "pytest_make_collect_report",  # once a class, and only where contracts are loaded
+        "pytest_make_collect_report",  # once per class, and only if contracts are loaded
         "pytest_report_header",
         "pytest_terminal_summary",
     }
@@ -180,7 +180,7 @@ def test_no_fixture_is_autouse(nested):
     ],
 )
 def test_the_fixture_closure_of_a_test_is_small(nested, fixture, closure):
-    """A fixture costs about 40 µs of pytest's own, whatever it does."""
+    """Each fixture costs about 40 µs in pytest itself."""
     result = nested(f"def test({fixture}, request): print('has', [n for n in request.fixturenames if 'kv' in n])", "-s")
 
     (shown,) = {line.partition("has ")[2] for line in result.outlines if "has [" in line}

@@ -1,4 +1,4 @@
-"""What a failure of a large test shows: the first problem, its place in the log, and the smallest reproduction."""
+"""The report of a failure in a large test: the first problem, its place in the log, the smallest reproduction."""
 
 import re
 from itertools import count
@@ -65,14 +65,14 @@ backends.BACKENDS = MappingProxyType({**backends.BACKENDS, "quiet": quiet})
 
 
 def reproduction_of(result):
-    """The text that is to be pasted: from its first line to the next heading."""
+    """Return the text to paste, from its first line to the next heading."""
     text = result.stdout.str()
     found = re.search(r"-+ Captured kvmock smallest reproduction call -+\n(.*?)\n(?=[-=_]{10,})", text, re.DOTALL)
     assert found is not None
     return found[1] + "\n"
 
 
-def test_a_large_failure_is_cut_down_and_the_text_fails_for_the_same_rule(nested):
+def test_a_large_failure_is_cut_and_the_pasted_text_fails_for_the_same_rule(nested):
     pasted = reproduction_of(nested(LARGE))
 
     assert "# cut from 42 events to 3\n" in pasted
@@ -81,7 +81,7 @@ def test_a_large_failure_is_cut_down_and_the_text_fails_for_the_same_rule(nested
     result.stdout.fnmatch_lines(["*1 KV event error: block_not_found (worker 65536, event 2)"])
 
 
-def test_with_an_index_it_is_pasted_next_to_the_fixture(nested):
+def test_a_reproduction_with_an_index_is_pasted_next_to_its_fixture(nested):
     source = (
         FORGETFUL
         + """
@@ -102,7 +102,7 @@ def test(kv_worker, kv_prompt):
 
 
 @worth_its_time
-def test_what_an_engine_does_is_shown_by_requests(nested):
+def test_a_fault_of_an_engine_is_reproduced_by_requests(nested):
     traffic = """
 @pytest.mark.kvmock(num_blocks=12)
 @pytest.mark.kv_backends("quiet")
@@ -111,7 +111,7 @@ def test(kv_worker, kv_prompt):
         kv_worker.serve(kv_prompt(blocks=5))
 """
     files = {"conftest.py": FAULTY_BACKEND}
-    # In processes of their own: the backend stays in the registry.
+    # The runs need their own processes: the backend stays in the registry.
     pasted = reproduction_of(nested(traffic, files=files, subprocess=True))
 
     assert "# cut from 20 requests to 2\n" in pasted
@@ -136,8 +136,8 @@ def test(kv_harness, kv_worker, kv_prompt):
 )
 
 
-def test_a_body_that_fails_because_the_index_is_wrong_is_cut_down_too(nested):
-    """The failure stays the test's own."""
+def test_a_body_that_fails_because_of_a_wrong_index_is_cut_too(nested):
+    """The failure is still the test's own."""
     result = nested(WITH_AN_INDEX)
 
     result.assert_outcomes(failed=1)
@@ -149,7 +149,7 @@ def test_a_body_that_fails_because_the_index_is_wrong_is_cut_down_too(nested):
     again.stdout.fnmatch_lines(["*KV event error*: index_drift (worker 0, event *"])
 
 
-def test_a_body_that_fails_leaves_its_requests_open_and_is_cut_down_anyway(nested):
+def test_a_failing_body_with_open_requests_is_cut_too(nested):
     result = nested(
         FAULTY_BACKEND
         + """
@@ -177,7 +177,7 @@ def test(kv_worker, kv_prompt):
 """
 
 
-def test_requests_that_a_failed_body_left_open_do_not_stop_a_reduction(nested):
+def test_requests_left_open_by_a_failing_body_are_not_what_is_reduced(nested):
     result = nested(REQUESTS + "    assert 0")
 
     result.stdout.fnmatch_lines(["E       assert 0", "E *kvmock: also 1 KV event *: leaked_requests*"])
@@ -196,14 +196,14 @@ def test_requests_that_a_failed_body_left_open_do_not_stop_a_reduction(nested):
         ("strict=True", ["--runxfail"]),
     ],
 )
-def test_a_failure_that_no_xfail_mark_expects_is_cut_down(nested, mark, args):
+def test_a_failure_that_no_xfail_mark_expects_is_cut(nested, mark, args):
     result = nested(f"@pytest.mark.xfail({mark})" + LARGE + "    assert 0\n", *args)
 
     result.assert_outcomes(failed=1)
     result.stdout.fnmatch_lines(["E       assert 0", SECTION, "# cut from 42 events to 3"])
 
 
-def test_the_time_of_a_run_is_that_of_failed_bodies_too(nested, monkeypatch):
+def test_reductions_for_failing_bodies_count_towards_the_time_of_the_run(nested, monkeypatch):
     monkeypatch.setattr("pytest_kvmock.plugin.report._SESSION", 0)
 
     nested(LARGE + "    assert 0\n").stdout.fnmatch_lines(
@@ -211,7 +211,7 @@ def test_the_time_of_a_run_is_that_of_failed_bodies_too(nested, monkeypatch):
     )
 
 
-def test_a_failure_of_a_check_is_cut_down_too(nested):
+def test_a_failure_of_an_assertion_on_events_is_cut_too(nested):
     result = nested(LARGE.replace("kv_sink)", "kv_sink, kv_events)") + "    kv_events.assert_no_event_errors()\n")
 
     result.assert_outcomes(failed=1)
@@ -251,7 +251,7 @@ def test_a_failure_of_a_check_is_cut_down_too(nested):
         "xfail, raises",
     ],
 )
-def test_other_tests_are_not_cut_down(nested, source):
+def test_a_test_without_an_unexpected_event_error_is_not_cut(nested, source):
     nested(source, "-rA", "--xfail-tb").stdout.no_fnmatch_line(SECTION)
 
 
@@ -263,7 +263,7 @@ def test_reproductions_can_be_switched_off(nested, args):
     result.stdout.no_fnmatch_line(SECTION)
 
 
-def test_the_command_line_wins_over_the_ini_file(nested):
+def test_kv_reduce_on_the_command_line_overrides_the_ini_file(nested):
     nested(LARGE, "--kv-reduce=1", "-o", "kvmock_reduce=off").stdout.fnmatch_lines([SECTION])
 
 
@@ -307,7 +307,7 @@ def test(kv_worker, kv_prompt):
         (0.5, "# cut from 42 events to *; perhaps not the smallest, because --kv-reduce=3 ended the search"),
     ],
 )
-def test_a_search_that_takes_too_long_ends(nested, monkeypatch, step, expected_message):
+def test_a_search_that_takes_too_long_is_stopped(nested, monkeypatch, step, expected_message):
     clock = count(step=step)
     monkeypatch.setattr("pytest_kvmock.plugin.report.time", SimpleNamespace(monotonic=lambda: next(clock)))
 
@@ -316,7 +316,7 @@ def test_a_search_that_takes_too_long_ends(nested, monkeypatch, step, expected_m
     result.stdout.fnmatch_lines([SECTION, expected_message])
 
 
-def test_a_run_spends_no_more_than_ten_times_that(nested, monkeypatch):
+def test_a_run_spends_at_most_ten_times_the_limit_on_reductions(nested, monkeypatch):
     monkeypatch.setattr("pytest_kvmock.plugin.report._SESSION", 0)
     result = nested(LARGE)
 
@@ -325,7 +325,7 @@ def test_a_run_spends_no_more_than_ten_times_that(nested, monkeypatch):
     )
 
 
-def test_a_search_that_breaks_down_leaves_the_verdict(nested, monkeypatch):
+def test_a_search_that_raises_keeps_the_verdict(nested, monkeypatch):
     def broken(*args, **kwargs):
         raise ZeroDivisionError("no")
 
@@ -362,7 +362,7 @@ def kv_index():
 """
 
 
-def test_a_test_compared_at_the_end_is_pasted_in_that_form(nested):
+def test_a_test_with_sync_end_is_pasted_with_sync_end(nested):
     need_scenario_files()
     test = """
 @pytest.mark.kvmock(sync="end")
@@ -454,7 +454,7 @@ async def test(kv_harness, kv_sink):
     ],
     ids=["none", "anyio", "asyncio", "asyncio, auto", "fails by itself"],
 )
-def test_an_async_index_is_pasted_as_its_test_is_awaited(nested, test, begins, plugins, args):
+def test_a_reproduction_of_an_async_index_is_awaited_like_its_test(nested, test, begins, plugins, args):
     need_scenario_files()
     test = '@pytest.mark.kv_backends("lru")\n' + test.lstrip()
     result = nested(AWAITED + test, "--kv-save-scenario=saved", "--kv-reduce=60", *args, plugins=plugins)
@@ -503,7 +503,7 @@ def test_all_logs_are_shown_without_further_options(nested, args, plugins):
 
 
 @pytest.mark.parametrize("args", [["-rA"], ["-rP"], ["-rPX"]])
-def test_logs_are_shown_once_where_pytest_shows_them_too(nested, args):
+def test_a_log_is_shown_once_if_pytest_shows_it_too(nested, args):
     result = nested("def test(kv_sink): kv_sink(GOOD)", "--kv-show-log=all", *args)
 
     assert result.stdout.str().count("Stored block 2") == 1
@@ -517,7 +517,7 @@ def test_no_log_of_a_passing_test_is_shown_by_default(nested, args):
 # ------------------------------------------------------------------------------------------------------ cache trace
 
 
-def test_the_cache_trace_is_in_the_log_of_pytest(nested):
+def test_the_cache_trace_is_logged_through_pytests_logging(nested):
     source = "def test(kv_manager): kv_manager.use([1, 2]); assert 0"
 
     nested(source, "--log-level=DEBUG", "--kv-backend=lru").stdout.fnmatch_lines(
@@ -542,7 +542,7 @@ def test(kv_worker, kv_trace):
 
 
 def check_report_of_a_trace(result):
-    """It is a few screens, and says what was wrong first, where, and how to see it with few events."""
+    """Check that the report has a few screens and names the first problem, its place, and a short reproduction."""
     result.assert_outcomes(failed=1)
     text = result.stdout.str()
     assert len(text.splitlines()) < 100
@@ -574,7 +574,7 @@ def test_the_failure_of_the_whole_conversation_trace_is_readable(nested, traces_
 
 
 def test_the_log_of_a_failure_shows_where_a_worker_was_removed(nested):
-    """And its own events from before and after are told apart, in message and log."""
+    """Events of the worker from before and after are distinguished in message and log."""
     source = """
     def test(kv_harness):
         kv_harness.apply([GOOD, Removed((2,))])
@@ -622,7 +622,7 @@ def kv_index(kv_traits):
 """
 
 
-def test_a_reproduction_has_the_engine_for_an_index_that_reads_its_traits(nested):
+def test_a_reproduction_keeps_the_engine_for_an_index_that_reads_its_traits(nested):
     test = """
     @pytest.mark.kv_backends("vllm")
     @pytest.mark.kvmock(num_blocks=8)

@@ -1,6 +1,4 @@
-"""The hook `pytest_kvmock_dialects`: dialects of others are known by name while the run lasts, or refused in one
-line.
-"""
+"""The hook `pytest_kvmock_dialects`: registered dialects are known by name during the run, or refused in one line."""
 
 from __future__ import annotations
 
@@ -39,19 +37,19 @@ def _nothing_is_left_behind():
 
 
 @pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["run", "xdist"])
-def test_a_dialect_of_a_conftest_is_known(nested, args):
+def test_a_dialect_of_a_conftest_is_known_by_name(nested, args):
     plugins = ["xdist"] if args else ()
     nested(USES, *args, plugins=plugins, files={"conftest.py": REGISTERS}).assert_outcomes(passed=1)
 
 
-def test_a_dialect_of_a_plugin_is_too(nested, pytester):
+def test_a_dialect_of_a_plugin_is_known_by_name(nested, pytester):
     pytester.syspathinsert()
     files = {"theirs.py": REGISTERS, "conftest.py": HOOK + '{"other": dialect("other")}\n'}
 
     nested(USES + "    find_dialect('other')", plugins=["theirs"], files=files).assert_outcomes(passed=1)
 
 
-def test_a_misspelt_dialect_is_answered_with_that_of_the_conftest(nested):
+def test_a_misspelt_dialect_gets_the_nearest_one_of_a_conftest(nested):
     source = "from pytest_kvmock.wire import find_dialect\ndef test(): find_dialect('mein')"
     result = nested(source, files={"conftest.py": HOOK + '{"meine": dialect("meine")}\n'})
 
@@ -60,7 +58,7 @@ def test_a_misspelt_dialect_is_answered_with_that_of_the_conftest(nested):
     )
 
 
-def test_what_an_outer_run_has_registered_is_not_known_in_an_inner_one(nested):
+def test_a_dialect_of_an_outer_run_is_not_known_in_an_inner_run(nested):
     source = """
         from pytest_kvmock.wire.codec.table import known_dialects
         def test(pytester):
@@ -73,7 +71,7 @@ def test_what_an_outer_run_has_registered_is_not_known_in_an_inner_one(nested):
 
 
 @takes_long
-def test_without_the_plugin_an_implementation_does_no_harm(pytester, monkeypatch):
+def test_without_the_plugin_a_hook_implementation_does_no_harm(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
     pytester.makeconftest(REGISTERS)
     pytester.makepyfile("def test(): pass")
@@ -109,7 +107,7 @@ def test_an_invalid_hook_result_is_a_usage_error_that_names_the_plugin(nested, r
     result.stderr.fnmatch_lines([f"{where}{message}" if message[0] == ":" else f"{where} {message}"])
 
 
-def test_two_plugins_with_one_name_are_both_named(nested, pytester):
+def test_a_dialect_registered_by_two_plugins_is_refused_with_both_names(nested, pytester):
     pytester.syspathinsert()
 
     result = nested(USES, plugins=["theirs"], files={"theirs.py": REGISTERS, "conftest.py": REGISTERS})
@@ -120,7 +118,7 @@ def test_two_plugins_with_one_name_are_both_named(nested, pytester):
     ]
 
 
-def test_a_hook_that_comes_too_late_is_one_line(nested):
+def test_a_dialect_hook_in_a_late_conftest_is_refused_in_one_line(nested):
     result = nested(USES, files={"sub/conftest.py": REGISTERS, "sub/test_sub.py": USES})
 
     result.stdout.fnmatch_lines(["sub?conftest.py: pytest_kvmock_dialects comes too late here: it is read once, *"])

@@ -1,4 +1,4 @@
-"""Documentation is run: README and the pages of docs/. What `pages.py` says of marks is what this file holds."""
+"""The documentation is executed: README and the pages of docs/, by the marks that `pages.py` describes."""
 
 import itertools
 import os
@@ -22,7 +22,7 @@ from pytest_kvmock.plugin.options import LISTS
 WRITE = bool(os.environ.get("KVMOCK_WRITE_DOCS"))
 README = PAGES["README.md"]
 FILES = "https://github.com/pytest-kvmock/pytest-kvmock/blob/main/"
-"""Where README's links lead."""
+"""The address to which links of README lead."""
 
 settings.register_profile("kvmock_docs", settings.get_profile("kvmock"), max_examples=examples(20))
 
@@ -35,7 +35,7 @@ def page_run(nested, monkeypatch):
 
     def run(files, *args):
         for name in files:
-            if name.startswith("test_"):  # a test of ours may have that name
+            if name.startswith("test_"):  # one of our own tests may have that name
                 monkeypatch.delitem(sys.modules, name.removesuffix(".py"), raising=False)
         return nested("", *args, plugins=["anyio"], files=files)
 
@@ -44,13 +44,13 @@ def page_run(nested, monkeypatch):
 
 
 QUICK_BLOCKS = {"docs/how-to/what-i-run.md": 3}
-"""Of a page that has a module for each engine, how many a quick run has."""
+"""Number of modules that a quick run takes from a page with one module per engine."""
 
 
 @worth_its_time
 @pytest.mark.parametrize("page", few((page for page in PAGES.values() if page.of("python")), 11), ids=repr)
 def test_the_tests_of_a_page_pass(page_run, page):
-    # Of the scheduler matrix two of eight cases are enough for the words of a page; examples/scheduler_matrix has all.
+    # Two of eight cases of the scheduler matrix suffice for the page; examples/scheduler_matrix has all.
     cases = [] if DEEP else ["-k", "not nocache and not distinct"]
     blocks = few(page.of("python"), QUICK_BLOCKS.get(page.name, len(page.blocks)))
     left_out = {block.name for block in page.of("python")} - {block.name for block in blocks}
@@ -59,7 +59,7 @@ def test_the_tests_of_a_page_pass(page_run, page):
 
     outcomes = result.parseoutcomes()
     assert set() == {"failed", "errors", "error", "xfailed"} & set(outcomes)
-    # A contract skips what an index or a router does not have; nothing else is skipped.
+    # A contract skips tests of what an index or router does not have; nothing else is skipped.
     skipped = re.findall(
         r"^SKIPPED \[(\d+)\] \S*testing/(?:index/\w+|router/\w+|process/process_subject)\.py:",
         result.stdout.str(),
@@ -86,7 +86,7 @@ FAILURES = [(page, *failure) for page in PAGES.values() for failure in page.fail
 @pytest.mark.parametrize(
     ("page", "block", "outputs"), FAILURES, ids=[f"{page}:{block.line}" for page, block, _ in FAILURES]
 )
-def test_a_failure_is_what_pytest_prints(page_run, page, block, outputs):
+def test_a_failure_on_a_page_is_what_pytest_prints(page_run, page, block, outputs):
     result = page_run({**dict.fromkeys(page.files, ""), block.name: block.text}, "--kv-reduce=30", block.name)
 
     result.assert_outcomes(failed=1)
@@ -123,7 +123,7 @@ def test_a_command_prints_the_output_on_the_page(page_run, page, block, capsys):
 # ------------------------------------------------------------------------------------------- what is not run here
 
 
-def test_every_block_has_a_mark_or_a_language_that_says_how_it_is_run():
+def test_every_block_has_a_mark_or_a_language_that_tells_how_it_is_run():
     kinds = {"python", "file", "fails", "output", "console", "sh", "command", "drawing", "signature"}
     assert [
         (page, block.line, block.kind) for page in PAGES.values() for block in page.blocks if block.kind not in kinds
@@ -151,7 +151,7 @@ FLAGS = {option.flag for option in OPTIONS if option.flag} | set(LISTS)
 INI = {option.ini for option in OPTIONS if option.ini}
 
 
-def test_commands_name_what_there_is():
+def test_commands_on_pages_name_existing_extras_options_and_settings():
     for page in PAGES.values():
         for block in page.of("sh", "command"):
             for line in filter(None, block.text.splitlines()):
@@ -160,7 +160,7 @@ def test_commands_name_what_there_is():
                 assert found is not None, (page, line)
                 groups = found.groupdict()
                 if groups.get("command"):
-                    kvmock_parser().parse_args(shlex.split(groups["command"]))  # else it exits
+                    kvmock_parser().parse_args(shlex.split(groups["command"]))  # it exits if the command is wrong
                 assert {*filter(None, (groups.get("extras") or "").split(","))} <= set(EXTRAS), line
                 assert {*re.findall(r"--group ([\w-]+)", groups.get("groups") or "")} <= {
                     *PROJECT["dependency-groups"]
@@ -178,7 +178,7 @@ def test_no_page_names_a_published_package_before_the_first_release():
     assert [name for name, text in texts.items() if re.search(from_index, text)] == []
 
 
-def test_the_commands_of_readme_are_those_that_ci_runs():
+def test_ci_runs_the_commands_of_readme():
     ci = (ROOT / ".ci/run").read_text(encoding="utf-8")
     assert [block.value for block in README.of("command")] == ["main job", "tests"]
     assert all(re.search(rf"readme '{block.value}'", ci) for block in README.of("command"))
@@ -189,7 +189,7 @@ def test_the_first_test_has_ten_lines():
     assert len(README.of("python")[0].text.strip().splitlines()) == 10
 
 
-def test_readme_is_read_in_five_minutes():
+def test_readme_has_at_most_200_lines():
     assert README.text.count("\n") <= 200
 
 
@@ -200,8 +200,8 @@ def test_the_changelog_of_the_first_version_is_short():
     assert len(first.split()) <= 700
 
 
-def test_links_of_readme_work_on_an_index_page_too():
-    """They are absolute, below the one address that pyproject.toml has of the project."""
+def test_links_of_readme_are_absolute():
+    """They work on a package index too, below the one address of the project in pyproject.toml."""
     links = re.findall(r"\]\(([^)\s]+)\)", README.text)
     assert [link for link in links if not link.startswith(FILES)] == []
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -210,7 +210,7 @@ def test_links_of_readme_work_on_an_index_page_too():
     assert FILES.removesuffix("/blob/main/") in {url.rstrip("/") for url in project["urls"].values()}
 
 
-def test_files_that_are_named_exist():
+def test_files_named_on_pages_exist():
     for page in PAGES.values():
         for name in re.findall(r"`((?:examples|tests|benchmarks|docs|\.ci)/[\w/.-]*)`", page.text):
             assert (ROOT / name).exists(), (page, name)
@@ -229,7 +229,7 @@ def test_every_recording_is_explained():
     assert [pattern for pattern in named if not any(fnmatch(file, pattern) for file in files)] == []
 
 
-def test_links_have_targets():
+def test_links_between_pages_have_targets():
     anchors = {
         page.path: {heading_id(heading) for heading in re.findall(r"^#+ (.*)$", page.text, re.MULTILINE)}
         for page in PAGES.values()
@@ -254,7 +254,7 @@ def test_every_page_is_in_the_navigation():
 # --------------------------------------------------------------------------------------- what is shown more than once
 
 
-def test_the_index_is_that_of_the_example():
+def test_the_index_on_the_page_is_the_one_of_the_example():
     example = (ROOT / "examples/own_index/test_index_by_hashes.py").read_text(encoding="utf-8")
     methods = re.search(r"    def __init__.*?\n\n\n", example, re.DOTALL)
     assert methods is not None
@@ -262,15 +262,15 @@ def test_the_index_is_that_of_the_example():
 
 
 @pytest.mark.parametrize(("page", "example"), [("process", "sticky_router"), ("serve", "first_block_router")])
-def test_a_test_of_a_process_is_that_of_the_example(page, example):
+def test_the_process_test_on_a_page_is_the_one_of_the_example(page, example):
     (shown,) = PAGES[f"docs/how-to/{page}.md"].of("file")
     text = (ROOT / f"examples/router_process/test_{example}.py").read_text(encoding="utf-8")
     assert text.endswith(f"\n{shown.text}")
 
 
 @pytest.mark.parametrize("kind", ["Hash", "Token"])
-def test_an_index_that_is_copied_keeps_the_contract_over_all_backends(kind):
-    """The examples, whose code it is, run the contract; of hybrid models' groups they follow one."""
+def test_the_copied_index_of_a_page_runs_the_contract_over_all_backends(kind):
+    """The examples, which have the same code, run the contract; for hybrid models they follow one group."""
     (example,) = [
         text
         for path in (ROOT / "examples/own_index").glob("test_*.py")

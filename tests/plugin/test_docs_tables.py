@@ -1,7 +1,7 @@
-"""Reference tables and signatures of the documentation are those of the code.
+"""Reference tables and signatures of the documentation agree with the code.
 
-Those under a mark `<!-- table: NAME -->` or `<!-- signature -->` are made here, and `KVMOCK_WRITE_DOCS=1` writes them;
-of the other tables the names and defaults are compared.
+Those under a mark `<!-- table: NAME -->` or `<!-- signature -->` are generated here, and `KVMOCK_WRITE_DOCS=1` writes
+them; names and defaults of the other tables are compared.
 """
 
 import ast
@@ -47,13 +47,13 @@ REFERENCE = {name.removeprefix("docs/reference/"): page for name, page in PAGES.
 
 
 def table(*rows):
-    """A table in Markdown; the first row is its head."""
+    """Return a Markdown table; the first row is its head."""
     head, *body = ["| " + " | ".join(cells) + " |" for cells in rows]
     return "\n".join([head, "|" + "---|" * len(rows[0]), *body]) + "\n"
 
 
 def code(text):
-    """Text as code in a cell; GitHub and MkDocs agree on a bar in it only where it is written so."""
+    """Return text as code in a cell; only this way of writing a bar works on GitHub and in MkDocs."""
     return f"<code>{text.replace('|', '&#124;')}</code>" if "|" in text else f"`{text}`" if text else ""
 
 
@@ -130,7 +130,7 @@ def made(name):
 
 
 def fields_of(dialect):
-    """The fields of a dialect, those with a default in brackets."""
+    """Return the fields of a dialect, those with a default in brackets."""
     for kind in (dialect.stored, dialect.removed):
         names = [field.name if field.is_required else f"[{field.name}]" for field in kind]
         also = [f"{{{', '.join(dialect.metadata)}}}"] * (kind is dialect.stored and bool(dialect.metadata))
@@ -141,21 +141,21 @@ CARRIED = {"lora_name": "a", "cache_salt": "s", "multimodal": [("1c" * 32, 1, 2)
 
 
 def carried_by(dialect):
-    """For each thing that a prompt carries, the fields of a stored block that differ by it, as its engine publishes
+    """Yield for each key of a prompt the fields of a stored block that depend on it, as the dialect's engine publishes
     them.
     """
     plain = stored_as(dialect)
     for key, value in CARRIED.items():
         try:
             given = stored_as(dialect, **{key: value})
-        except ValueError:  # its engine names no block by it
+        except ValueError:  # the engine names no block by this key
             given = plain
         yield ", ".join(code(field) for field in given if given[field] != plain.get(field))
     yield code("group_idx" * ("group_idx" in [field.name for field in dialect.stored]))
 
 
 def stored_as(dialect, **keys):
-    """The first stored block of a prompt on the wire, but for the name of the block."""
+    """Return the first stored block of a prompt on the wire, without the name of the block."""
     harness = RouterHarness(EngineProfile(block_size=4), speaker_of(dialect))
     harness.worker(0).serve(Prompt(range(4), **keys))
     events = [entry.event for entry in harness.events if isinstance(entry.event.event.data, Stored)]
@@ -178,7 +178,7 @@ TABLES = [(page, name) for page in PAGES.values() for name in page.tables()]
 
 
 def marks_of(name):
-    """That of readers is made by fleets; those of what is mimicked ask each engine."""
+    """Return the marks of a table: the one of readers runs fleets, the one of mimicked products each engine."""
     if name in ("mimicked", "refused"):
         return [worth_its_time]
     return [takes_long] * (name == "readers" and not WRITE)
@@ -187,16 +187,16 @@ def marks_of(name):
 @pytest.mark.parametrize(
     ("page", "name"), [pytest.param(page, name, id=f"{page}-{name}", marks=marks_of(name)) for page, name in TABLES]
 )
-def test_a_table_is_made_of_the_code(page, name):
+def test_each_generated_table_agrees_with_the_code(page, name):
     if WRITE:
         page.write_tables(made)
     assert page.tables()[name] == made(name)
 
 
 @takes_long
-def test_the_page_counts_the_recordings():
+def test_the_page_has_the_right_numbers_of_recordings():
     kept = mimicked.counted(mimicked.DATA.iterdir())
-    assert sorted(kept) == sorted(set(mimicked.WHOLE) - {"vllm_kimi_linear"})  # a model of which no part is kept
+    assert sorted(kept) == sorted(set(mimicked.WHOLE) - {"vllm_kimi_linear"})  # a model without a recorded part
     more = {
         (row, what): number
         for row, numbers in kept.items()
@@ -210,23 +210,21 @@ def test_the_page_counts_the_recordings():
 
 
 @worth_its_time
-def test_no_cell_of_an_engine_that_did_not_run_is_to_the_event():
+def test_an_engine_that_did_not_run_has_no_cell_that_claims_recordings():
     read = {row for row, spec in mimicked.rows().items() if spec.as_read}
     assert {row for row, spec in mimicked.rows().items() if spec.scheduler == "trtllm"} == read
     assert [row for row in read for each in mimicked.DEPLOYMENTS if "to the" in mimicked.cell(row, each)] == []
 
 
 def rows_under(page, heading):
-    """The names in the first cells of the tables under a heading."""
+    """Return the names in the first cells of the tables under a heading."""
     cells = re.findall(r"^\| (`.*?) \|", PAGES[page].section(heading), re.MULTILINE)
     return [name.strip('"') for cell in cells for name in re.findall(r"`([^`]+)`", cell)]
 
 
-def test_a_page_has_all_that_a_router_is_shown():
+def test_the_router_page_lists_everything_that_a_router_receives():
     page = "docs/how-to/own-router.md"
-    shown = {name for name in dir(RouterRequest) if not name.startswith("_")} - {
-        "prompt"
-    }  # of which the fields say more
+    shown = {name for name in dir(RouterRequest) if not name.startswith("_")} - {"prompt"}  # its fields say more
     asked = rows_under(page, "What it is shown of a request")
     statuses = [name for name in asked if name in get_args(RequestStatus)]
     assert [*get_args(RequestStatus)] == statuses
@@ -236,7 +234,7 @@ def test_a_page_has_all_that_a_router_is_shown():
     assert [name for name in ("pick", *HOOKS, *BELIEFS) if f"{name}(" not in methods] == []
 
 
-def test_the_made_tables_are_all_there():
+def test_all_generated_tables_exist():
     assert sorted(name for _, name in TABLES) == [
         "backends",
         "carried",
@@ -253,7 +251,7 @@ def test_the_made_tables_are_all_there():
 
 
 def first_cells(text):
-    """What stands in code in the first column of tables."""
+    """Return the code in the first column of tables."""
     return re.findall(r"^\| `([^`]*)`", text, re.MULTILINE)
 
 
@@ -265,7 +263,7 @@ def test_every_rule_has_an_example_that_breaks_it():
         assert rule in page.section(rule).partition(f"def test_{rule}(")[2], rule
 
 
-def test_the_hooks_are_those_of_the_code():
+def test_the_hooks_page_lists_the_hooks_of_the_code():
     hooks = {name: hook for name, hook in vars(hookspecs).items() if name.startswith("pytest_")}
     expected = [f"{name}({', '.join(inspect.signature(hook).parameters)})" for name, hook in hooks.items()]
     assert first_cells(REFERENCE["hooks.md"].text) == expected
@@ -276,7 +274,7 @@ def test_every_fixture_is_listed():
     assert sorted(first_cells("".join(tables))) == sorted(FIXTURES)
 
 
-def test_the_page_of_fixtures_begins_with_those_of_day_one():
+def test_the_fixtures_page_begins_with_the_fixtures_of_a_first_test():
     first = REFERENCE["fixtures.md"].text.partition("```")[0]
     assert first_cells(first) == ["kv_worker", "kv_prompt", "kv_harness", "kv_events", "kv_index"]
     assert set(first_cells(first)) <= set(re.findall(r"kv_\w+", PAGES["README.md"].text))
@@ -316,8 +314,8 @@ def test_every_argument_of_an_engine_is_listed_with_its_default():
     assert {**expected, **{name: value for name, value in options.items() if name != "page_size"}} == shown
 
 
-def test_the_table_of_traits_is_true():
-    """Of each engine, as a worker of it says."""
+def test_the_traits_table_agrees_with_the_workers():
+    """It is compared with the traits of a worker of each engine."""
     table = REFERENCE["engines.md"].text.partition("| `kv_worker.traits` |")[2].partition("\n\n")[0].splitlines()
     columns = [re.findall(r"`(\w+)`", cell) for cell in table[0].split("|")[:-1]]
     assert sorted(BACKENDS) == sorted(name for names in columns for name in names)
@@ -333,7 +331,7 @@ def test_the_table_of_traits_is_true():
         assert {field: str(value) for field, value in asdict(worker.traits).items()} | groups == traits, name
 
 
-def test_the_table_of_products_has_a_name_or_a_pattern_for_each_backend():
+def test_the_products_table_has_a_name_or_pattern_for_each_backend():
     table = PAGES["README.md"].text.partition("| product | backends |")[2].partition("\n\n")[0].splitlines()[2:]
     named = [name for row in table for name in re.findall(r"`([\w*]+)`", row)]
     assert [name for name in BACKENDS if not any(fnmatch(name, pattern) for pattern in named)] == []
@@ -350,7 +348,7 @@ def doors():
 
 
 def imported_by(door):
-    """The doors that the modules behind a door import, anywhere in them."""
+    """Return the doors that the modules behind a door import, anywhere in them."""
     found = set()
     for path in (PACKAGE / door).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -361,14 +359,14 @@ def imported_by(door):
     return found - {door}
 
 
-def test_the_doors_are_those_of_the_import_contract_in_its_order():
+def test_the_design_page_lists_the_doors_in_the_order_of_the_import_contract():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     layers = project["tool"]["importlinter"]["contracts"][0]["layers"][::-1]
     assert doors() == [door for layer in layers for door in re.findall(r"\w+", layer) if door != "__main__"]
 
 
 @worth_its_time
-def test_what_a_door_imports_is_shown_and_what_is_read_first_exists():
+def test_the_design_page_shows_the_imports_of_each_door_and_an_existing_first_file():
     shown = doors()
 
     def row(found):
@@ -388,7 +386,7 @@ API = {name: page for name, page in REFERENCE.items() if name.startswith("api/")
 
 
 @pytest.mark.parametrize("page", API.values(), ids=API)
-def test_signatures_in_the_checkout_are_those_of_the_source(page):
+def test_signatures_on_the_pages_agree_with_the_source(page):
     if os.environ.get("KVMOCK_WRITE_DOCS"):
         page.write_signatures(signature)
     assert page.signatures() == {name: signature(name) for name in page.signatures()}
@@ -402,7 +400,7 @@ def test_the_site_does_not_show_signatures_twice(page):
     assert [*page.signatures()] == re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)
 
 
-def test_every_name_that_a_door_hands_out_is_in_the_api_reference():
+def test_every_public_name_of_a_door_is_in_the_api_reference():
     listed = {name for page in API.values() for name in page.signatures()}
     unexplained = {
         f"{door}.{name}"
@@ -412,12 +410,12 @@ def test_every_name_that_a_door_hands_out_is_in_the_api_reference():
     }
     assert unexplained == set()
     handed_out = {f"{door}.{name}" for door, names in public_names().items() for name in names}
-    given = [name.rpartition(".") for name in listed - handed_out]  # what others return, or take: by its home
+    given = [name.rpartition(".") for name in listed - handed_out]  # parameter and return types, by their module
     assert [name for home, _, name in given if find(home, name)[0] != home] == []
 
 
 def attribute_of(owner, name):
-    """The attribute of a module or class; None where only its objects have it, as its annotations or docstring say."""
+    """Return the attribute of a module or class, or None if only its instances have it, by annotation or docstring."""
     if hasattr(owner, name):
         return getattr(owner, name)
     if inspect.ismodule(owner):
@@ -430,7 +428,7 @@ def attribute_of(owner, name):
 
 
 def exists(name):
-    """Whether a name of ours is there: a fixture, a marker, or what stands below the package."""
+    """Return whether a name exists: a fixture, a marker, or an attribute of the package."""
     if re.match(r"(make_)?kv_", name):
         return name in {*plugin.__all__, *FIXTURES} or f"`{name}" in REFERENCE["markers.md"].text
     try:
@@ -440,7 +438,7 @@ def exists(name):
     return True
 
 
-def test_each_name_of_the_originals_has_ours_or_the_reason_why_not():
+def test_each_name_of_the_originals_has_ours_or_a_reason():
     text = REFERENCE["names.md"].text
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")] for line in re.findall(r"^\| .*\|$", text, re.MULTILINE)
@@ -458,5 +456,5 @@ def test_each_name_of_the_originals_has_ours_or_the_reason_why_not():
     [("Stored.parent_hash", True), ("KvManager.num_blocks", True), ("kv_worker", True), ("kv_backends", True)]
     + [(name, False) for name in ("Stored.parent", "nothing", "moves.Free", "KvManager.capacity", "kv_free")],
 )
-def test_a_name_that_is_not_there_is_found_out(name, expected):
+def test_the_check_of_names_finds_a_missing_name(name, expected):
     assert exists(name) == expected

@@ -1,4 +1,4 @@
-"""Faults in a run of pytest: by marker and by hand, what must be survived, and an unused fault."""
+"""Faults in a run of pytest: by marker and by hand, survived faults, and unused faults."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_an_injected_fault_fails_the_test_and_is_named(nested):
     )
 
 
-def test_faults_of_a_marker_strike_the_same_events_in_each_run(nested):
+def test_faults_of_a_marker_are_injected_into_the_same_events_in_each_run(nested):
     source = SERVE + "@pytest.mark.kvmock(faults={'lose': 0.3})\ndef test(kv_harness):\n serve(kv_harness, 20)"
     runs = [[line for line in nested(source, ONE).outlines if "injected: lose, event" in line] for _ in range(2)]
 
@@ -46,7 +46,7 @@ def test_faults_of_a_marker_strike_the_same_events_in_each_run(nested):
     assert runs[0] != other
 
 
-def test_the_inner_marker_wins(nested):
+def test_the_faults_of_the_inner_marker_win(nested):
     source = (
         SERVE
         + "pytestmark = pytest.mark.kvmock(faults={'lose': 1})\n"
@@ -56,7 +56,7 @@ def test_the_inner_marker_wins(nested):
     nested(source, ONE).assert_outcomes(passed=1)
 
 
-def test_what_must_be_survived_is_excused_and_shown(nested):
+def test_a_survived_fault_is_excused_and_shown_in_the_log(nested):
     source = (
         SERVE
         + "@pytest.mark.kvmock(faults={'lose': 0.5}, survive=['lose'])\ndef test(kv_harness):\n serve(kv_harness, 10)"
@@ -87,7 +87,7 @@ def test_a_fault_that_was_never_injected_fails(nested):
     result.stdout.fnmatch_lines(["kv_harness.faults.lose(3, kind='cleared'): unused, no event matched"])
 
 
-def test_one_that_was_injected_less_often_than_asked_for_fails(nested):
+def test_a_fault_injected_less_often_than_requested_fails(nested):
     source = (
         SERVE + "@pytest.mark.kvmock(allow=['event_id_gap'])\ndef test(kv_harness):\n kv_harness.drop_next(3)\n "
         "serve(kv_harness, 2)"
@@ -98,14 +98,14 @@ def test_one_that_was_injected_less_often_than_asked_for_fails(nested):
     result.stdout.fnmatch_lines(["kv_harness.faults.lose(3): 2 of 3 injected"])
 
 
-def test_a_body_that_failed_is_not_reported_with_faults_that_were_never_injected(nested):
+def test_a_failing_body_is_not_reported_with_unused_faults(nested):
     result = nested("def test(kv_harness):\n kv_harness.faults.lose()\n assert 0", ONE)
 
     result.assert_outcomes(failed=1)
     result.stdout.no_fnmatch_line("*unused, no event matched*")
 
 
-def test_what_must_be_survived_is_said_in_the_body_over_every_backend_also_after_events(nested):
+def test_survive_can_be_called_in_the_body_over_every_backend_before_and_after_events(nested):
     source = f"""
     @pytest.mark.kv_backends{tuple(BACKENDS)}
     @pytest.mark.parametrize("before", [0, 3])

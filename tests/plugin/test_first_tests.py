@@ -1,4 +1,4 @@
-"""What somebody types first, one thing changed at a time: it works, or the error says what to type."""
+"""First tests of a user, each with one change: they work, or the error says what to type."""
 
 import json
 
@@ -31,7 +31,7 @@ def test_a_fleet_serves_the_synthetic_trace_at_the_sizes_of_the_test(nested, mar
     assert list(result.parseoutcomes()) == ["passed"]
 
 
-def test_the_synthetic_trace_has_ids_of_the_block_size_and_prompts_of_a_quarter_of_the_blocks(nested):
+def test_the_synthetic_trace_uses_the_block_size_and_prompts_of_a_quarter_of_the_blocks(nested):
     source = """
     @pytest.mark.kv_backends("lineage", "vllm_gpt_oss", "trtllm")
     def test(kv_worker, kv_trace, kv_backend, kv_profile):
@@ -48,7 +48,7 @@ def test_the_synthetic_trace_has_ids_of_the_block_size_and_prompts_of_a_quarter_
     nested(source).assert_outcomes(passed=4)
 
 
-def test_a_trace_of_another_block_size_names_both_keys_to_type(nested):
+def test_a_trace_with_another_block_size_names_both_keys_to_type(nested):
     source = """
     {}
     def test(kv_fleet, kv_trace): assert len(kv_fleet.run(kv_trace).completed) == 2
@@ -113,7 +113,7 @@ def test_rows_that_disagree_about_their_block_size_are_both_named(nested):
         ),
     ],
 )
-def test_a_first_mistake_is_answered_with_what_to_type(nested, body, problem):
+def test_a_typical_first_mistake_gets_an_error_with_what_to_type(nested, body, problem):
     result = nested(body, "--kv-backend=lineage")
     assert result.ret == 1
     result.stdout.fnmatch_lines([f"*{problem}"])
@@ -122,7 +122,7 @@ def test_a_first_mistake_is_answered_with_what_to_type(nested, body, problem):
 @pytest.mark.parametrize(
     ("name", "meant"), [("kv_backend", "kv_backends"), ("kv_dialect", "kv_dialects"), ("kv_mock", "kvmock")]
 )
-def test_a_marker_that_is_nearly_one_of_the_plugin_is_not_a_silent_default(nested, name, meant):
+def test_a_marker_that_resembles_one_of_the_plugin_is_refused(nested, name, meant):
     source = f"@pytest.mark.{name}\ndef test(kv_prompt): pass"
     result = nested(source)
     assert result.ret == 2

@@ -1,4 +1,4 @@
-"""What the fixtures give, and that those of one test are parts of one harness."""
+"""The values of the fixtures, and that the fixtures of one test are parts of one harness."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_the_harness_of_each_test_is_new(nested):
     result.assert_outcomes(passed=2)
 
 
-def test_a_sink_made_chained_has_its_hashes_judged(nested):
+def test_the_hashes_of_a_chained_sink_are_checked(nested):
     result = nested(
         """
         def test(make_kv_sink): make_kv_sink(chained=True)(Stored(None, (3,), (4,)))
@@ -51,7 +51,7 @@ def test_a_sink_made_chained_has_its_hashes_judged(nested):
     result.stdout.fnmatch_lines(["1 KV event error: wrong_hash *"])
 
 
-def test_more_workers_are_the_next_ones(nested):
+def test_worker_none_makes_the_next_worker(nested):
     result = nested(
         """
         @pytest.mark.kvmock(workers=2)
@@ -68,7 +68,7 @@ def test_more_workers_are_the_next_ones(nested):
     result.assert_outcomes(passed=3)
 
 
-def test_a_second_manager_is_that_of_the_next_worker(nested):
+def test_make_kv_manager_makes_the_manager_of_the_next_worker(nested):
     result = nested(
         """
         @pytest.mark.kvmock(workers=2)
@@ -82,7 +82,7 @@ def test_a_second_manager_is_that_of_the_next_worker(nested):
     result.assert_outcomes(passed=3)
 
 
-def test_prompts_are_fresh_and_share_what_they_come_after(nested):
+def test_prompts_are_new_and_begin_with_the_prompt_given_as_after(nested):
     result = nested(
         """
         @pytest.mark.kvmock(block_size=4)
@@ -111,7 +111,7 @@ def test_kv_index_is_none_by_default_and_the_reference_answers(nested):
     result.assert_outcomes(passed=3)
 
 
-def test_sync_is_what_the_innermost_marker_says(nested):
+def test_sync_is_taken_from_the_innermost_marker(nested):
     result = nested(
         """
         class Index:
@@ -142,7 +142,7 @@ def test_sync_is_what_the_innermost_marker_says(nested):
     result.assert_outcomes(passed=2)
 
 
-def test_the_marker_sets_clears_and_bursts(nested):
+def test_the_marker_can_set_clears_and_sync_burst(nested):
     result = nested(
         """
         from pytest_kvmock import RadixIndex
@@ -218,7 +218,7 @@ def test_an_index_reads_the_traits_of_the_tests_backend(nested):
     result.assert_outcomes(passed=6)
 
 
-def test_without_a_backend_the_traits_are_those_of_a_sink(nested):
+def test_without_a_backend_the_traits_are_the_defaults_of_a_sink(nested):
     result = nested(
         READS_TRAITS
         + """
@@ -231,7 +231,7 @@ def test_without_a_backend_the_traits_are_those_of_a_sink(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_traits_of_a_missing_backend_are_refused(nested):
+def test_traits_of_an_unknown_backend_are_refused(nested):
     result = nested(
         """
         @pytest.fixture
@@ -263,19 +263,19 @@ def test_traits_of_a_missing_backend_are_refused(nested):
         ),
     ],
 )
-def test_a_misspelt_argument_of_a_fixture_is_answered_with_the_nearest(nested, call, message):
+def test_a_misspelt_argument_of_a_fixture_gets_the_nearest_one(nested, call, message):
     result = nested(f"def test(make_kv_sink, kv_prompt):\n    {call}\n")
     result.assert_outcomes(failed=1)
     assert f"E       TypeError: {message}" in result.outlines
 
 
-def test_a_custom_fixture_kv_router_is_like_any_other(nested):
-    """It is the name that people give to the router under test; it was that of the harness once."""
+def test_a_custom_kv_router_fixture_works_like_any_other(nested):
+    """Users give this name to the router under test; it was once the name of the harness fixture."""
     source = "@pytest.fixture\ndef kv_router(): return 1\ndef test(kv_router): assert 1 == kv_router"
     nested(source).assert_outcomes(passed=1)
 
 
-def test_the_traits_of_a_backend_with_tiers_say_what_no_event_does(nested):
+def test_the_traits_of_a_backend_with_tiers_contain_what_no_event_shows(nested):
     result = nested(
         READS_TRAITS
         + """

@@ -1,6 +1,4 @@
-"""`kv_router`, `kv_fleet` and `make_kv_fleet` in a test: verdict, matrix, faults, and the reproduction of what
-fails.
-"""
+"""`kv_router`, `kv_fleet` and `make_kv_fleet` in a test: verdict, matrix, faults, and reproduction of a failure."""
 
 from depth import worth_its_time
 
@@ -18,7 +16,7 @@ def trace(count=30):
 SMALL = "@pytest.mark.kvmock(workers=3, num_blocks=64, block_size=4)"
 
 
-def test_a_router_is_plugged_in_for_every_backend(nested):
+def test_a_router_runs_over_every_backend(nested):
     source = f"""{TRACE}
 class Last:
     def pick(self, request, candidates): return candidates[-1].worker
@@ -35,7 +33,7 @@ def test(kv_fleet):
     nested(source).assert_outcomes(passed=3)
 
 
-def test_without_one_dynamos_router_picks_and_fleets_may_be_made(nested):
+def test_without_a_router_dynamos_router_picks_and_further_fleets_can_be_made(nested):
     source = f"""{TRACE}
 {SMALL}
 def test(kv_fleet, make_kv_fleet):
@@ -55,7 +53,7 @@ def test_a_value_that_is_not_a_router_fails_in_one_line(nested):
     assert "kv_fleet: router is the class int; it must be an object, int()" in result.stdout.str()
 
 
-def test_a_wrong_index_behind_a_router_is_found_and_cut_down(nested):
+def test_a_wrong_index_behind_a_router_is_found_and_reproduced(nested):
     source = f"""{TRACE}
 class Blind(RadixIndex):
     count = 0
@@ -79,7 +77,7 @@ def test(kv_fleet): kv_fleet.run(trace())
 
 
 @worth_its_time
-def test_an_unannounced_restart_is_expected_or_the_test_fails(nested):
+def test_an_unannounced_restart_must_be_expected_or_the_test_fails(nested):
     source = f"""{TRACE}
 def serve(fleet):
     fleet.at(100).restart(1, announced=False)

@@ -1,4 +1,4 @@
-"""The hooks: backends of others, and problems that are waived."""
+"""The hooks: backends of other packages, and waived problems."""
 
 from __future__ import annotations
 
@@ -69,14 +69,14 @@ def test_a_backend_of_a_conftest_is_in_the_matrix_of_another_process(nested):
     nested(IN_USE, subprocess=True, files={"conftest.py": REGISTERS}).assert_outcomes(passed=len(BUILT_IN) + 1)
 
 
-def test_a_backend_of_a_plugin_is_too(nested, ids, pytester):
+def test_a_backend_of_a_plugin_is_in_the_matrix(nested, ids, pytester):
     pytester.syspathinsert()
     files = {"theirs.py": REGISTERS, "conftest.py": MINE + HOOK + '{"other": spec("other")}\n'}
 
     assert ids(USES, plugins=["theirs"], files=files) == [*BUILT_IN, "test[mine]", "test[other]"]
 
 
-def test_a_plugin_that_comes_with_another_ones_configure_is_too(ids):
+def test_a_backend_of_a_plugin_registered_in_configure_is_in_the_matrix(ids):
     later = REGISTERS.replace(
         "def pytest_kvmock", "class Theirs:\n  @staticmethod\n  @pytest.hookimpl\n  def pytest_kvmock", 1
     )
@@ -105,19 +105,19 @@ def test_parametrized(kv_harness): assert kv_harness.backend == "mine"
     assert [*everything, "test[mine]", *named] == ids("", files={"pytest.ini": "[pytest]\nkvmock_backends = all"})
 
 
-def test_the_list_says_who_brought_a_backend(nested):
+def test_the_list_names_the_plugin_that_registered_a_backend(nested):
     result = nested("", "--kv-list-backends", files={"conftest.py": REGISTERS})
 
     assert result.outlines[-1].split(maxsplit=1) == ["mine", "nobody (from conftest.py)"]
 
 
-def test_the_header_counts_it(nested):
+def test_the_header_counts_a_registered_backend(nested):
     nested(USES, "-v", files={"conftest.py": REGISTERS}).stdout.fnmatch_lines(
         [f"kvmock: backends={','.join(MATRIX)},mine (of {len(BACKENDS) + 1})*"]
     )
 
 
-def test_what_an_outer_run_has_registered_is_not_known_in_an_inner_one(nested):
+def test_a_backend_of_an_outer_run_is_not_known_in_an_inner_run(nested):
     result = nested(
         f"""
         def test(pytester, kv_manager):
@@ -132,7 +132,7 @@ def test_what_an_outer_run_has_registered_is_not_known_in_an_inner_one(nested):
 
 
 @worth_its_time
-def test_without_the_plugin_an_implementation_does_no_harm(pytester, monkeypatch):
+def test_without_the_plugin_a_hook_implementation_does_no_harm(pytester, monkeypatch):
     monkeypatch.delenv("PYTEST_PLUGINS", raising=False)
     pytester.makeconftest(REGISTERS + EVENTS.format("True"))
     pytester.makepyfile("def test(): pass")
@@ -190,7 +190,7 @@ def test_a_hook_that_raises_is_a_usage_error_that_names_the_plugin(nested, retur
     result.stderr.fnmatch_lines([f"ERROR: pytest_kvmock_backends of conftest.py {message}"])
 
 
-def test_the_whole_traceback_of_a_hook_is_shown_on_request(nested):
+def test_full_trace_shows_the_whole_traceback_of_a_hook(nested):
     result = nested(USES, "--full-trace", files={"conftest.py": MINE + HOOK + "1 / 0"})
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -199,7 +199,7 @@ def test_the_whole_traceback_of_a_hook_is_shown_on_request(nested):
     )
 
 
-def test_two_plugins_with_one_name_are_both_named(nested, pytester):
+def test_a_backend_registered_by_two_plugins_is_refused_with_both_names(nested, pytester):
     pytester.syspathinsert()
 
     result = nested(USES, plugins=["theirs"], files={"theirs.py": REGISTERS, "conftest.py": REGISTERS})
@@ -210,7 +210,7 @@ def test_two_plugins_with_one_name_are_both_named(nested, pytester):
     ]
 
 
-def test_a_manager_that_calls_itself_otherwise_is_one_line(nested):
+def test_a_manager_with_another_name_is_refused_in_one_line(nested):
     lies = MINE + HOOK + "{'mine': BackendSpec('mine', 'nobody', spec('yours').make)}"
 
     result = nested(USES, files={"conftest.py": lies})
@@ -220,7 +220,7 @@ def test_a_manager_that_calls_itself_otherwise_is_one_line(nested):
 
 
 @pytest.mark.parametrize("args", [[], ["-n", "1"]], ids=["run", "xdist"])
-def test_a_hook_that_comes_too_late_is_one_line(nested, args):
+def test_a_hook_in_a_late_conftest_is_refused_in_one_line(nested, args):
     result = nested(
         USES, *args, plugins=["xdist"] if args else (), files={"sub/conftest.py": REGISTERS, "sub/test_sub.py": USES}
     )
@@ -230,7 +230,7 @@ def test_a_hook_that_comes_too_late_is_one_line(nested, args):
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
-def test_the_same_hook_is_in_time_where_its_directory_is_named(nested):
+def test_a_hook_is_in_time_if_its_directory_is_named(nested):
     files = {"sub/conftest.py": REGISTERS, "sub/test_sub.py": USES}
 
     nested("", "sub", files=files).assert_outcomes(passed=len(BUILT_IN) + 1)
@@ -289,7 +289,7 @@ def test_the_closest_hook_with_an_answer_decides(nested, answers, outcome):
     nested("", "other", "sub", files={"other/x": "", **files}).assert_outcomes(**{outcome: 1})
 
 
-def test_each_problem_that_would_count_is_asked_about_once(nested):
+def test_the_hook_is_called_once_for_each_problem_that_counts(nested):
     result = nested(
         """
         @pytest.mark.kvmock(event_warnings="warn")
@@ -317,7 +317,7 @@ def test_each_problem_that_would_count_is_asked_about_once(nested):
     ]
 
 
-def test_what_follows_from_a_waived_problem_is_waived_with_it(nested):
+def test_consequences_of_a_waived_problem_are_waived_too(nested):
     result = nested(
         """
         def test(kv_sink):
@@ -331,7 +331,7 @@ def test_what_follows_from_a_waived_problem_is_waived_with_it(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_problems_of_a_teardown_are_waived_too(nested):
+def test_problems_of_a_teardown_can_be_waived(nested):
     result = nested(
         """
         @pytest.fixture
@@ -346,7 +346,7 @@ def test_problems_of_a_teardown_are_waived_too(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_waived_errors_are_not_counted_in_the_properties(nested, pytester):
+def test_waived_errors_do_not_count_in_the_properties(nested, pytester):
     result = nested(
         "def test(kv_sink): kv_sink(BAD)",
         "--junitxml=out.xml",
@@ -366,7 +366,7 @@ BODIES = {
 
 @pytest.mark.parametrize("answer", ["1 / 0", "'yes'"])
 @pytest.mark.parametrize(("source", "also"), BODIES.values(), ids=BODIES)
-def test_a_hook_that_raises_while_it_judges_is_one_line_with_the_log(nested, source, also, answer):
+def test_a_waiving_hook_that_raises_is_reported_in_one_line_with_the_log(nested, source, also, answer):
     result = nested(source, files={"conftest.py": WAIVES.format(answer)})
 
     expected_message = {
@@ -385,7 +385,7 @@ def test_a_hook_that_raises_while_it_judges_is_one_line_with_the_log(nested, sou
     result.stdout.no_fnmatch_line("*pytest_kvmock/*.py:*")
 
 
-def test_the_traceback_of_a_hook_that_judges_is_shown_on_request(nested):
+def test_full_trace_shows_the_traceback_of_a_waiving_hook(nested):
     result = nested("def test(kv_sink): kv_sink(BAD)", "--full-trace", files={"conftest.py": WAIVES.format("1 / 0")})
 
     result.assert_outcomes(failed=1)
@@ -401,7 +401,7 @@ JUDGES_BADLY = {
 
 
 @pytest.mark.parametrize(("answer", "note"), JUDGES_BADLY.items())
-def test_a_hook_that_judges_badly_does_not_replace_the_failure_of_a_body(nested, answer, note):
+def test_a_failing_waiving_hook_does_not_replace_the_failure_of_the_body(nested, answer, note):
     result = nested("def test(kv_sink):\n kv_sink(BAD)\n assert 2 == 3", files={"conftest.py": WAIVES.format(answer)})
 
     result.assert_outcomes(failed=1)
@@ -419,7 +419,7 @@ BADLY_MADE = {
 
 
 @pytest.mark.parametrize(("make", "message"), BADLY_MADE.items())
-def test_a_backend_that_makes_no_manager_is_one_line(nested, make, message):
+def test_a_backend_that_makes_no_manager_is_refused_in_one_line(nested, make, message):
     files = {"conftest.py": MINE + HOOK + f"{{'mine': BackendSpec('mine', 'nobody', {make})}}"}
 
     result = nested(USES, files=files)

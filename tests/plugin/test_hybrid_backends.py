@@ -1,4 +1,4 @@
-"""Tests over the backends of hybrid models: which these are, and the sizes that they have."""
+"""Tests over the backends of hybrid models: their selection and their sizes."""
 
 import pytest
 
@@ -30,12 +30,12 @@ def test_one_word_selects_all_hybrid_backends(nested):
     }
 
 
-def test_the_word_restricts_a_matrix(nested):
+def test_the_word_hybrid_restricts_a_matrix(nested):
     found = sizes(nested, "-o", "kvmock_backends=all", "--kv-backend", "hybrid")
     assert list(found) == MODELS
 
 
-def test_the_word_may_be_in_a_marker_too(ids):
+def test_the_word_hybrid_may_be_used_in_a_marker(ids):
     source = (
         "import pytest\n@pytest.mark.kv_backends('hybrid', 'lru', exclude='vllm_llama4')\ndef test(kv_worker): pass"
     )
@@ -47,17 +47,17 @@ def test_hybrid_backends_are_not_in_the_default_matrix(ids):
     assert not any("vllm" in name for name in ids("def test(kv_worker): pass"))
 
 
-def test_a_block_size_is_that_of_the_attention_group(nested):
+def test_block_size_sets_the_block_size_of_the_attention_group(nested):
     assert sizes(nested, "-o", "kvmock_backends=hybrid", marks="block_size=128") == dict.fromkeys(MODELS, 128)
 
 
-def test_real_sizes_are_those_of_the_models(nested):
+def test_real_sizes_gives_each_model_its_own_block_size(nested):
     assert sizes(nested, "-o", "kvmock_backends=hybrid", marks="real_sizes=True, block_size=128") == {
         name: BACKENDS[name].real_block_size for name in MODELS
     }
 
 
-def test_a_size_that_a_model_has_not_is_refused_in_one_line(nested):
+def test_a_block_size_that_a_model_does_not_support_is_refused_in_one_line(nested):
     result = nested(SHOWS.format(marks="block_size=16"), "-o", "kvmock_backends=vllm_deepseek_v4")
     result.stdout.fnmatch_lines(
         ["*backend vllm_deepseek_v4: block_size: the blocks of deepseek_v4 have multiples of 64*"]
@@ -65,7 +65,7 @@ def test_a_size_that_a_model_has_not_is_refused_in_one_line(nested):
     result.assert_outcomes(errors=1)
 
 
-def test_traits_and_the_log_of_a_failure_have_the_sizes_in_force(nested):
+def test_traits_and_the_log_of_a_failure_show_the_sizes_of_the_groups(nested):
     result = nested(
         """
         from pytest_kvmock.engines import CacheGroup
@@ -92,7 +92,7 @@ def test_traits_and_the_log_of_a_failure_have_the_sizes_in_force(nested):
     ]
 
 
-def test_traits_at_a_size_that_a_model_has_not_are_refused_in_one_line(nested):
+def test_traits_at_an_unsupported_block_size_are_refused_in_one_line(nested):
     source = """
         @pytest.mark.kv_backends("vllm_deepseek_v4")
         @pytest.mark.kvmock(block_size=16)
@@ -105,7 +105,7 @@ def test_traits_at_a_size_that_a_model_has_not_are_refused_in_one_line(nested):
     result.assert_outcomes(errors=1)
 
 
-def test_a_profile_that_has_no_size_takes_that_of_the_backend():
+def test_a_profile_without_a_block_size_takes_the_backends_default():
     spec = BACKENDS["vllm_deepseek_v4"]
     assert EngineProfile().sized_for(spec).block_size == 64
     assert EngineProfile(workers=2).replace(dp_size=2).sized_for(spec).block_size == 64

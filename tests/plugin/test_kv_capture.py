@@ -1,4 +1,4 @@
-"""`--kv-capture`: a file a test, with what its router received."""
+"""`--kv-capture`: one file per test, with everything that its router received."""
 
 import json
 
@@ -63,7 +63,7 @@ def captures(nested, pytester):
 @pytest.mark.parametrize(
     ("args", "plugins"), [([], []), pytest.param(["-n", "2"], ["xdist"], marks=takes_long)], ids=["alone", "xdist"]
 )
-def test_each_test_has_its_own_file(captures, args, plugins):
+def test_each_test_has_its_own_capture_file(captures, args, plugins):
     result, files = captures(*args, plugins=plugins)
 
     assert files.keys() == NAMES
@@ -73,7 +73,7 @@ def test_each_test_has_its_own_file(captures, args, plugins):
     assert result.parseoutcomes()["errors"] == 1
 
 
-def test_the_header_says_what_a_reader_must_know(captures):
+def test_the_header_of_a_capture_names_backend_profile_and_test(captures):
     _, files = captures("--kv-seed=7", "-k", "serves")
 
     header = json.loads(files["test_serves[lru]"].read_text().partition("\n")[0])
@@ -86,7 +86,7 @@ def test_the_header_says_what_a_reader_must_know(captures):
     assert header["test"].endswith("::test_serves[lru]")
 
 
-def test_what_faults_did_is_in_it(nested, pytester):
+def test_a_capture_contains_the_results_of_injected_faults(nested, pytester):
     nested(TESTS, "-o", "kvmock_backends=vllm", "--kv-capture=out", "-k", "test_loses")
 
     (path,) = (pytester.path / "out").iterdir()
@@ -113,7 +113,7 @@ def test_loses_on_the_wire(kv_publisher, kv_harness, kv_sink, kv_worker, kv_prom
 """  # noqa: E501
 
 
-def test_what_faults_of_the_wire_did_is_in_it(nested, pytester):
+def test_a_capture_contains_the_results_of_wire_faults(nested, pytester):
     nested(ON_A_WIRE, "--kv-capture=out").assert_outcomes(passed=1)
 
     (path,) = (pytester.path / "out").iterdir()
@@ -124,7 +124,7 @@ def test_what_faults_of_the_wire_did_is_in_it(nested, pytester):
 
 
 @pytest.mark.parametrize("fault", ["corrupt", "unknown_tag"])
-def test_what_a_fault_made_unreadable_is_its_result(nested, pytester, fault):
+def test_an_unreadable_batch_is_attributed_to_the_fault_that_changed_it(nested, pytester, fault):
     nested(ON_A_WIRE.replace("lose()", f"{fault}()"), "--kv-capture=out").assert_outcomes(passed=1)
 
     checked = check_file(*(pytester.path / "out").iterdir())
@@ -190,7 +190,7 @@ def test_late_at_another(kv_publisher, make_kv_publisher, publish, subscribed):
 """
 
 
-def test_a_fault_of_a_wire_excuses_no_loss_after_a_restart_nor_at_another_publisher(nested, pytester):
+def test_a_wire_fault_excuses_no_loss_after_a_restart_or_at_another_publisher(nested, pytester):
     nested(TWICE, "--kv-capture=out", "-o", "kvmock_workers=2").assert_outcomes(passed=3)
 
     found = {}
@@ -207,7 +207,7 @@ def test_a_fault_of_a_wire_excuses_no_loss_after_a_restart_nor_at_another_publis
     } == found
 
 
-def test_a_stream_in_another_dialect_fails_its_test_and_is_not_clean(nested, pytester):
+def test_a_stream_in_another_dialect_fails_its_test_and_its_capture_is_not_clean(nested, pytester):
     code = ON_A_WIRE.replace("dialect=kv_publisher.dialect", "dialect='vllm-0.23'").replace(
         "kv_publisher.faults.lose()", "pass"
     )
@@ -219,7 +219,7 @@ def test_a_stream_in_another_dialect_fails_its_test_and_is_not_clean(nested, pyt
     assert not checked.is_clean
 
 
-def test_a_scenario_file_has_one_too(nested, pytester):
+def test_a_scenario_file_has_a_capture_too(nested, pytester):
     need_scenario_files()
     scenario = """
 scenarios:
@@ -239,7 +239,7 @@ scenarios:
     assert checked.is_clean
 
 
-def test_without_the_option_nothing_is_written(nested, pytester):
+def test_without_the_option_no_capture_is_written(nested, pytester):
     before = {*pytester.path.iterdir()}
     nested("def test(kv_worker, kv_prompt): kv_worker.serve(kv_prompt(blocks=2))", "--kv-backend=lru")
     assert [path for path in {*pytester.path.iterdir()} - before if path.suffix == ".jsonl"] == []
@@ -253,7 +253,7 @@ def test_a_file_where_the_directory_should_be_is_refused(nested, pytester):
         result.stderr.fnmatch_lines([f"*--kv-capture: got '{given}'; allowed: a directory, which need not exist yet"])
 
 
-def test_a_directory_that_cannot_be_written_fails_the_test_in_one_line(nested, pytester):
+def test_an_unwritable_capture_fails_the_test_in_one_line(nested, pytester):
     name = file_name("test_it.py::test")
     (pytester.path / "out" / name).mkdir(parents=True)
     result = nested("", "--kv-capture=out", "test_it.py", files={"test_it.py": "def test(kv_events): pass"})
@@ -262,14 +262,14 @@ def test_a_directory_that_cannot_be_written_fails_the_test_in_one_line(nested, p
     assert "cannot be written: Is a directory" in result.stdout.str()
 
 
-def test_two_tests_have_two_names():
+def test_different_test_ids_give_different_file_names():
     ids = ["t.py::test[a/b]", "t.py::test[a-b]", "t.py::test[a b]", "t.py::test[" + "x" * 500 + "]", "t.py::test[ä]"]
     names = [file_name(nodeid) for nodeid in ids]
     assert len(ids) == len({*names})
     assert all(len(name) < 150 and name.isascii() and "/" not in name for name in names)
 
 
-def test_a_harness_that_is_refused_leaves_nothing_open(nested, pytester):
+def test_a_refused_harness_leaves_a_complete_capture(nested, pytester):
     code = """
 @pytest.fixture
 def kv_index():

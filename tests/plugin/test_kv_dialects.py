@@ -1,4 +1,4 @@
-"""The matrix of dialects, and the fixtures of a wire."""
+"""The matrix of dialects, and the wire fixtures."""
 
 import re
 import sys
@@ -16,18 +16,18 @@ def ran(result):
 
 
 @pytest.mark.parametrize("fixture", ["kv_dialect", "kv_wire", "kv_publisher", "make_kv_publisher"])
-def test_what_needs_a_dialect_runs_once_for_each(ids, fixture):
+def test_a_test_that_needs_a_dialect_runs_once_for_each_dialect(ids, fixture):
     assert [f"test[{name}]" for name in SPOKEN] == ids(f"def test({fixture}): pass")
 
 
-def test_the_dialect_chooses_the_engine_that_speaks_it(nested):
+def test_the_dialect_selects_an_engine_that_speaks_it(nested):
     result = nested("def test(kv_dialect, kv_harness): print('ran on', f'{kv_dialect}={kv_harness.backend}')", "-s")
     engines = ["vllm_0_19"] * 5 + ["vllm"] * 3 + ["sglang"] * 4
     assert [f"{name}={engine}" for name, engine in zip(SPOKEN, engines, strict=True)] == ran(result)
 
 
-def test_the_engine_is_of_the_release_that_the_dialect_is_of(nested):
-    """Names of salted blocks, of adapters and of multimodal items differ from one to another."""
+def test_the_engine_has_the_release_of_the_dialect(nested):
+    """Names of blocks with salts, adapters and multimodal items differ between releases."""
     result = nested(
         "def test(kv_dialect, kv_manager): print('ran on', f'{kv_dialect}={kv_manager.version.name}')",
         "-s",
@@ -37,7 +37,7 @@ def test_the_engine_is_of_the_release_that_the_dialect_is_of(nested):
     assert [f"{name}={release}" for name, release in zip(SPOKEN, releases, strict=False)] == ran(result)
 
 
-def test_a_backend_that_the_test_asks_for_is_as_it_is(nested):
+def test_a_backend_that_the_test_requests_keeps_its_release(nested):
     result = nested(
         """
         import pytest
@@ -51,7 +51,7 @@ def test_a_backend_that_the_test_asks_for_is_as_it_is(nested):
     assert ran(result) == ["0.33.0"]
 
 
-def test_publishers_fill_the_rank_in_as_those_of_the_releases_do(nested):
+def test_publishers_fill_in_the_rank_as_in_their_releases(nested):
     result = nested(
         """
         import msgspec
@@ -96,7 +96,7 @@ def test_a_custom_dialect_is_spoken_by_the_backend_that_it_names(nested):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("fixture", ["kv_harness", "kv_worker", "kv_traits"])
-def test_a_dialect_whose_engine_there_is_not_is_refused_in_one_line(nested, changes, message, fixture):
+def test_a_dialect_whose_engine_does_not_exist_is_refused_in_one_line(nested, changes, message, fixture):
     source = f"def test(kv_wire, {fixture}): pass"
     result = nested(source, "--kv-dialect=mine", files={"conftest.py": OF_ANOTHER_ENGINE.format(changes)})
     result.assert_outcomes(errors=1)
@@ -111,7 +111,7 @@ ASKED = {
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_a_test_that_asks_for_backends_too_runs_over_both(ids, case):
+def test_a_test_that_requests_dialects_and_backends_runs_over_all_pairs(ids, case):
     found = ids("pytestmark = pytest.mark.kv_dialects('vllm-0.33', 'sglang-0.5.22')\n" + ASKED[case])
     assert {"test[vllm-0.33-lineage]", "test[sglang-0.5.22-multi_lru]"} < {*found}
     assert len(found) == 6
@@ -157,13 +157,13 @@ NARROWED = {
 
 
 @pytest.mark.parametrize("case", NARROWED)
-def test_the_matrix_is_narrowed_as_that_of_backends_is(nested, case):
+def test_the_matrix_of_dialects_is_narrowed_like_the_one_of_backends(nested, case):
     source, args, expected = NARROWED[case]
     result = nested(source, "-v", *args)
     assert re.findall(r"::test\[(\S+)\] PASSED", result.stdout.str()) == expected
 
 
-def test_a_marker_that_came_later_takes_tests_away(nested):
+def test_a_marker_added_after_collection_deselects_dialects(nested):
     conftest = """
         import pytest
         def pytest_collection_modifyitems(items):
@@ -185,7 +185,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_marker_is_an_error_of_collection(nested, case):
+def test_a_wrong_dialect_marker_is_a_collection_error(nested, case):
     marker, message = WRONG[case]
     result = nested(f"{marker}def test(kv_dialect): pass")
     result.assert_outcomes(errors=1)
@@ -198,14 +198,14 @@ def test_an_unknown_dialect_on_the_command_line_is_a_usage_error(nested):
 
 
 @pytest.mark.parametrize("what", ["dialect", "backend"])
-def test_names_with_a_comma_between_are_refused_in_one_line_that_says_how(nested, what):
+def test_names_separated_by_commas_are_refused_with_the_right_form(nested, what):
     ini = f"[pytest]\nkvmock_{what}s = vllm-0.33,vllm-0.24"
     result = nested("def test(): pass", files={"pytest.ini": ini})
     expected = "'vllm-0.33,vllm-0.24' has a comma: names are one by one, in ini with blanks or new lines between them"
     assert f"ERROR: pytest.ini: kvmock_{what}s: {expected}" in result.stderr.lines
 
 
-def test_without_msgspec_a_wire_is_refused_at_set_up(nested, monkeypatch):
+def test_without_msgspec_a_wire_is_refused_at_setup(nested, monkeypatch):
     monkeypatch.setitem(sys.modules, "msgspec", None)
     result = nested("@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_wire): pass")
     result.assert_outcomes(errors=1)
@@ -222,7 +222,7 @@ def test_without_extras_a_publisher_names_the_one_that_suffices(nested, monkeypa
     assert expected in result.stdout.lines
 
 
-def test_a_dialect_of_no_socket_on_the_command_line_is_a_usage_error(nested):
+def test_a_dialect_without_sockets_on_the_command_line_is_a_usage_error(nested):
     result = nested("def test(): pass", "--kv-dialect=dynamo-router-event")
     assert "--kv-dialect: dialect 'dynamo-router-event' is not spoken over ZMQ; these are: " in result.stderr.str()
 
@@ -234,13 +234,13 @@ def test_a_dialect_of_no_socket_on_the_command_line_is_a_usage_error(nested):
         ("dynamo-kv-cache-event", "dialect 'dynamo-kv-cache-event' is not spoken over ZMQ; these are: vllm-0.9, *"),
     ],
 )
-def test_a_parameter_that_names_no_dialect_of_zmq_is_an_error_in_one_line(nested, name, message):
+def test_a_parameter_that_is_no_zmq_dialect_is_refused_in_one_line(nested, name, message):
     result = nested(f"@pytest.mark.parametrize('kv_dialect', [{name!r}])\ndef test(kv_wire): pass")
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([f"kvmock: kv_dialect: {message}"])
 
 
-def test_a_test_case_names_its_dialect(nested):
+def test_a_testcase_must_name_its_dialect(nested):
     result = nested(
         """
         class T(unittest.TestCase):
@@ -257,7 +257,7 @@ def test_a_test_case_names_its_dialect(nested):
     )
 
 
-def test_a_marker_of_all_releases_that_came_later_takes_tests_away(nested):
+def test_a_marker_with_a_prefix_added_after_collection_deselects_the_other_dialects(nested):
     conftest = """
         import pytest
 
@@ -270,7 +270,7 @@ def test_a_marker_of_all_releases_that_came_later_takes_tests_away(nested):
     result.assert_outcomes(passed=len(SPOKEN) - 8, deselected=8)
 
 
-def test_a_custom_dialect_is_known(nested):
+def test_a_custom_dialect_of_a_hook_can_be_used(nested):
     conftest = """
         import pytest
         from pytest_kvmock.wire import DIALECTS
@@ -285,7 +285,7 @@ def test_a_custom_dialect_is_known(nested):
     result.stdout.fnmatch_lines(["*ran on ours-1 vllm*"])
 
 
-def test_the_test_of_a_decoder_is_three_lines(nested):
+def test_a_decoder_can_be_tested_in_three_lines(nested):
     nested(
         """
         from pytest_kvmock.wire import decode
@@ -299,7 +299,7 @@ def test_the_test_of_a_decoder_is_three_lines(nested):
     ).assert_outcomes(passed=12)
 
 
-def test_a_publisher_of_worker_0_and_of_others(nested):
+def test_publishers_can_be_made_for_worker_0_and_for_others(nested):
     nested(
         """
         from pytest_kvmock.wire.sockets import KvSubscriber
@@ -323,7 +323,7 @@ def test_a_publisher_of_worker_0_and_of_others(nested):
     ).assert_outcomes(passed=2)  # fmt: skip
 
 
-def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_not_a_failure(nested):
+def test_events_of_a_teardown_after_the_publisher_is_closed_are_no_failure(nested):
     nested(
         """
         @pytest.fixture
@@ -339,7 +339,7 @@ def test_what_a_teardown_publishes_when_the_publisher_is_closed_is_not_a_failure
 
 
 @pytest.mark.parametrize("args", [[], ["--kv-capture=captures"]])
-def test_a_worker_publishes_to_the_publisher_that_takes_the_place_of_a_closed_one(nested, args):
+def test_a_worker_publishes_to_a_publisher_that_replaces_a_closed_one(nested, args):
     nested(
         """
         from pytest_kvmock.wire.sockets import KvSubscriber
@@ -392,7 +392,7 @@ UNUSED = {
 
 
 @pytest.mark.parametrize("case", UNUSED)
-def test_a_fault_that_was_not_injected_fails_the_test(nested, case):
+def test_an_unused_wire_fault_fails_the_test(nested, case):
     body, outcomes = UNUSED[case]
     result = nested(f"@pytest.mark.kv_dialects('vllm-0.33')\ndef test(kv_publisher, kv_worker): {body}")
     result.assert_outcomes(**outcomes)
@@ -400,7 +400,7 @@ def test_a_fault_that_was_not_injected_fails_the_test(nested, case):
         result.stdout.fnmatch_lines(["*faults of the wire were asked for and not injected: lose (1 batch left)"])
 
 
-def test_digests_of_an_engine_that_has_none_are_refused_in_one_line(nested):
+def test_an_engine_without_digests_is_refused_for_a_dialect_with_bytes(nested):
     result = nested(
         "@pytest.mark.kv_dialects('vllm-0.33-bytes')\n@pytest.mark.kv_backends('lru')\ndef test(kv_wire): pass"
     )
@@ -424,7 +424,7 @@ def test_wrong_options_of_a_publisher_are_refused_in_one_line(nested, options):
     result.stdout.fnmatch_lines([f"*kvmock: kv_publisher: {WRONG_OPTIONS[options]}"])
 
 
-def test_a_timeout_shows_the_test_and_not_the_waiting_code(nested):
+def test_a_timeout_shows_the_test_and_no_frames_of_the_plugin(nested):
     source = """
         @pytest.mark.kv_dialects('vllm-0.33')
         @pytest.mark.parametrize('wait', ['settle(lambda: 0, 1, timeout=0)', 'wait_subscribed(timeout=0)'])
@@ -455,12 +455,12 @@ OVERRIDES = {
 
 @pytest.mark.parametrize("fixtures", ["kv_harness", "kv_worker, kv_publisher, kv_harness", "kv_wire, kv_harness"])
 @pytest.mark.parametrize("case", OVERRIDES)
-def test_a_dialect_of_a_conftest_chooses_the_engine_too(nested, case, fixtures):
+def test_a_dialect_of_a_conftest_selects_the_engine_too(nested, case, fixtures):
     override, engines = OVERRIDES[case]
     source = f"def test(kv_dialect, {fixtures}): print('ran on', kv_harness.backend)"
     options = ("-o", "kvmock_dialects=sglang-0.5.20 sglang-0.5.22")
     result = nested(source, "-s", *options, files={"conftest.py": f"import pytest\n{override}"})
-    if case == "by the original" and pytest.version_tuple < (9, 0):  # which does not see what an override calls
+    if case == "by the original" and pytest.version_tuple < (9, 0):  # pytest 8 does not see what an override calls
         result.assert_outcomes(errors=1)
         result.stdout.fnmatch_lines(
             ["kvmock: kv_dialect: unknown dialect '<kv_dialect has no value here: this test is *"]
@@ -469,7 +469,7 @@ def test_a_dialect_of_a_conftest_chooses_the_engine_too(nested, case, fixtures):
         assert engines == ran(result)
 
 
-def test_the_traits_of_an_index_are_those_of_the_engine_of_an_overridden_dialect(nested):
+def test_an_index_gets_the_traits_of_the_overridden_dialects_engine(nested):
     source = """
         @pytest.fixture
         def kv_dialect(): return "vllm-0.33"
@@ -480,7 +480,7 @@ def test_the_traits_of_an_index_are_those_of_the_engine_of_an_overridden_dialect
     assert ran(nested(source, "-s")) == ["True"]
 
 
-def test_an_overridden_dialect_next_to_backends_that_are_asked_for_runs_over_these(ids):
+def test_an_overridden_dialect_runs_over_the_requested_backends(ids):
     override = "@pytest.fixture\ndef kv_dialect(): return 'vllm-0.33'\n"
     assert ids(f"{override}@pytest.mark.kv_backends('vllm', 'lru')\ndef test(kv_wire): pass") == [
         "test[lru]",

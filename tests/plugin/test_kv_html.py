@@ -1,4 +1,4 @@
-"""`--kv-html`: a page of each failing test."""
+"""`--kv-html`: one page per failing test."""
 
 import json
 import sys
@@ -64,7 +64,7 @@ FAILING = {"test_drifts", "test_fails_by_itself", "test_is_wrong_late", "test_fl
 
 
 class Deaf(RadixIndex):
-    """Hears no Removed."""
+    """Ignores each Removed."""
 
     def apply(self, event):
         if not isinstance(event.event.data, Removed):
@@ -82,7 +82,7 @@ def run(nested):
 
 @pytest.fixture
 def pages(run, pytester):
-    """The data of the pages of all failing tests, by the name of the test."""
+    """Return the data of the pages of all failing tests, by test name."""
     result = run("--kv-html=deep/pages")
     result.assert_outcomes(passed=2, failed=4, errors=1, xfailed=1)
     result.stdout.fnmatch_lines(["*Captured kvmock page call*", "*deep*pages*test_drifts*.html"])
@@ -90,7 +90,7 @@ def pages(run, pytester):
     return {data["title"].partition("::")[2].partition("[")[0]: data for data in found}
 
 
-def test_each_failing_test_of_ours_has_a_page(pages):
+def test_each_failing_test_that_uses_the_plugin_has_a_page(pages):
     assert set(pages) == FAILING
     assert pages["test_fails_by_itself"]["failure"].startswith("AssertionError: <script>own</script>")
     assert pages["test_fails_by_itself"]["problem"] is None
@@ -100,14 +100,14 @@ def test_each_failing_test_of_ours_has_a_page(pages):
 
 
 def held(states, book, steps):
-    """What a book holds after so many steps."""
+    """Return the blocks of a book after `steps` steps."""
     now = set(states["base"][book])
     for step in states["steps"][:steps]:
         now = now - set(step[book]["-"]) | set(step[book]["+"])
     return [states["held"][each][1:] for each in sorted(now)]
 
 
-def test_states_are_those_after_each_event(pages):
+def test_a_page_shows_the_state_after_each_event(pages):
     data = pages["test_drifts"]
     states = data["states"]
     assert (data["opens"], data["problem"]["rule"]) == (2, "index_drift")
@@ -124,7 +124,7 @@ def test_states_are_those_after_each_event(pages):
 
 
 class Hides:
-    """Its dump does not show what it answers by."""
+    """Its dump does not show the blocks by which it answers."""
 
     def __init__(self):
         self.answering, self.dumped = Deaf(), RadixIndex()
@@ -153,8 +153,8 @@ class Mute(Deaf):
         (None, "which ledger and reference hold alike", "which ledger and reference hold alike"),
     ],
 )
-def test_left_out_chains_do_not_hide_different_answers(index, before, after):
-    """A Removed that the index ignores: what it answers is no agreement, be the chain shown or not."""
+def test_chains_left_out_of_a_page_do_not_hide_different_answers(index, before, after):
+    """The index ignores a Removed: its wrong answer is no agreement, whether the chain is shown or not."""
     kv = RouterHarness(backend="lru", index=None if index is None else index())
     kv.apply([Stored(None, (1,), (11,)), Stored(None, (2,), (12,)), Removed((2,))])
     found = failure_data(kv, "")["states"]
@@ -162,11 +162,11 @@ def test_left_out_chains_do_not_hide_different_answers(index, before, after):
     assert before == found["left_out"]
 
 
-def test_the_smallest_reproduction_is_there_however_short_the_test(pages):
+def test_a_page_has_the_smallest_reproduction_even_of_a_short_test(pages):
     assert "def test_reproduction(" in pages["test_drifts"]["reproduction"]
 
 
-def test_nothing_is_loaded_or_written_where_no_test_fails(run, pytester, monkeypatch):
+def test_without_a_failure_nothing_is_loaded_or_written(run, pytester, monkeypatch):
     for name in [
         name for name in sys.modules if name.startswith(("pytest_kvmock.values.pages", "pytest_kvmock.harness.reduce"))
     ]:
@@ -178,7 +178,7 @@ def test_nothing_is_loaded_or_written_where_no_test_fails(run, pytester, monkeyp
     assert {"pytest_kvmock.values.pages", "pytest_kvmock.plugin.failure_page"}.isdisjoint(sys.modules)
 
 
-def test_a_directory_that_cannot_be_written_is_one_line_after_the_failure(run, monkeypatch):
+def test_an_unwritable_directory_is_reported_in_one_line_after_the_failure(run, monkeypatch):
     from pytest_kvmock.plugin import failure_page
 
     def refuse(*_):
@@ -238,7 +238,7 @@ def test(kv_sink):
     assert asked.get("index") == ({} if "dump" in note else None)
 
 
-def test_an_async_index_is_awaited(run, pytester):
+def test_an_async_index_is_awaited_for_its_page(run, pytester):
     run(
         "--kv-html=pages",
         tests="""
@@ -265,7 +265,7 @@ def test(kv_sink):
     assert held(states, "index", 1) == [["device", "1"]]
 
 
-def test_a_problem_that_the_end_shows_opens_at_the_last_event_of_its_block():
+def test_a_problem_found_at_the_end_opens_at_the_last_event_of_its_block():
     kv = RouterHarness(backend="lru", index=Deaf(), sync="end")
     for block in range(1, 40):
         kv.apply([Stored(None, (block,), (block,)), Removed((block,))])
@@ -277,7 +277,7 @@ def test_a_problem_that_the_end_shows_opens_at_the_last_event_of_its_block():
     assert problem.position > data["opens"]
 
 
-def test_of_much_that_is_held_fewer_events_are_stepped_through(monkeypatch):
+def test_with_many_held_blocks_a_page_has_fewer_steps(monkeypatch):
     monkeypatch.setattr(states, "MOST_LOOKED", 3_000)
     monkeypatch.setattr(states, "MOST_HELD", 50)
     kv = RouterHarness(backend="lru", index=RadixIndex())
@@ -291,7 +291,7 @@ def test_of_much_that_is_held_fewer_events_are_stepped_through(monkeypatch):
     assert [at for at, step in enumerate(found["steps"], found["first"]) if step["answers"]["block"] == "401"] == [400]
 
 
-def test_steps_that_take_too_long_end_behind_the_problem(monkeypatch):
+def test_steps_that_take_too_long_end_after_the_problem(monkeypatch):
     monkeypatch.setattr(states, "BEFORE", 10)
     kv = RouterHarness(backend="lru", index=RadixIndex())
     for block in range(1, 100):
@@ -303,7 +303,7 @@ def test_steps_that_take_too_long_end_behind_the_problem(monkeypatch):
     assert (found["first"], len(found["steps"])) == (50, 14)
 
 
-def test_a_dropped_history_is_noted():
+def test_a_dropped_history_is_noted_on_the_page():
     kv = RouterHarness(backend="lru")
     kv.apply([Stored(None, (1,), (1,))])
     kv.recording.cut()
@@ -312,7 +312,7 @@ def test_a_dropped_history_is_noted():
     ]
 
 
-def test_what_no_index_is_given_is_in_the_ledger_alone():
+def test_unpublished_blocks_are_only_in_the_ledger():
     kv = RouterHarness(EngineProfile(prefix_caching=False), backend="lru", judge_unpublished=True)
     kv.worker(0).serve(kv.prompt(blocks=2), 1)
     found = failure_data(kv, "")["states"]

@@ -1,7 +1,7 @@
 """The fixture `kv_paged_manager`: sized by the test's profile, new for each test, and outside the matrix."""
 
 
-def test_it_has_the_sizes_of_the_tests_profile(nested):
+def test_a_paged_manager_has_the_sizes_of_the_tests_profile(nested):
     result = nested(
         """
         from pytest_kvmock.engines import PagedCacheManager
@@ -48,14 +48,14 @@ def test_a_paged_manager_is_new_for_each_test_and_may_keep_blocks(nested):
     result.assert_outcomes(passed=2)
 
 
-def test_it_does_not_bring_in_the_matrix_nor_a_harness(ids, nested):
+def test_kv_paged_manager_needs_no_matrix_and_no_harness(ids, nested):
     assert ids("def test(kv_paged_manager): pass") == ["test"]
 
     source = "def test(kv_paged_manager, request): print('has', [n for n in request.fixturenames if 'kv' in n])"
     nested(source, "-s").stdout.fnmatch_lines(["*has [[]'kv_paged_manager', 'kv_base_profile']*"])
 
 
-def test_a_marker_that_is_wrong_is_an_error(nested):
+def test_a_wrong_marker_is_an_error_at_setup(nested):
     result = nested(
         """
         import unittest

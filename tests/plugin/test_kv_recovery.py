@@ -1,4 +1,4 @@
-"""The fixture `kv_recovery`: it finds its harness, whichever of the two comes first."""
+"""The fixture `kv_recovery`: it belongs to the test's harness, whichever of the two is made first."""
 
 INDEX = """
 from contextlib import suppress
@@ -30,7 +30,7 @@ def lose_one(kv_harness, kv_prompt):
 """
 
 
-def test_a_custom_index_asks_by_kv_recovery(nested):
+def test_a_custom_index_can_query_kv_recovery(nested):
     result = nested(
         INDEX
         + """
@@ -53,7 +53,7 @@ def test(kv_harness, kv_events, kv_recovery, kv_prompt, ring):
     result.assert_outcomes(passed=2)
 
 
-def test_it_joins_a_harness_that_is_there_already(nested):
+def test_kv_recovery_joins_an_existing_harness(nested):
     result = nested(
         """
         def test(kv_sink, kv_recovery):
@@ -75,7 +75,7 @@ def test_it_joins_a_harness_that_is_there_already(nested):
     result.assert_outcomes(passed=3)
 
 
-def test_it_comes_too_late_after_the_first_event(nested):
+def test_kv_recovery_is_refused_after_the_first_event(nested):
     result = nested(
         """
         @pytest.fixture
@@ -98,7 +98,7 @@ def test_it_comes_too_late_after_the_first_event(nested):
     )
 
 
-def test_without_a_harness_it_says_so_when_it_is_called(nested):
+def test_kv_recovery_without_a_harness_raises_when_it_is_called(nested):
     result = nested(
         """
         def test(kv_recovery):
@@ -110,7 +110,7 @@ def test_without_a_harness_it_says_so_when_it_is_called(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_a_wrong_use_of_an_answer_fails_the_test(nested):
+def test_an_index_that_ignores_an_answer_fails_the_test(nested):
     result = nested(
         INDEX
         + """
@@ -133,7 +133,7 @@ def test(kv_harness, kv_events, kv_prompt):
     result.stdout.fnmatch_lines(["* KV event errors: index_drift (worker 0, event 0), and * more"])
 
 
-def test_each_run_of_a_test_has_one_of_its_own(nested):
+def test_each_run_of_a_test_has_its_own_recovery(nested):
     result = nested(
         """
         seen = []
@@ -152,11 +152,11 @@ def test_each_run_of_a_test_has_one_of_its_own(nested):
     assert "1 passed, 1 rerun" in result.stdout.str()
 
 
-def test_it_does_not_bring_in_the_matrix(ids):
+def test_kv_recovery_needs_no_matrix(ids):
     assert ids("def test(kv_recovery, kv_sink): pass") == ["test"]
 
 
-def test_an_index_that_asks_survives_lost_and_doubled_events(nested):
+def test_an_index_that_queries_survives_lost_and_doubled_events(nested):
     result = nested(
         INDEX
         + """

@@ -1,4 +1,4 @@
-"""Requests that are open when a test ends: of the body, of a fixture, of both."""
+"""Requests that are open at the end of a test: of its body, of a fixture, or of both."""
 
 import pytest
 
@@ -47,7 +47,7 @@ TABLE = {
 
 
 @pytest.mark.parametrize("case", TABLE)
-def test_open_requests_are_a_warning_that_a_test_may_fail_for(nested, case):
+def test_open_requests_are_a_warning_that_may_fail_a_test(nested, case):
     source, outcomes, shown = TABLE[case]
     result = nested(source, "--kv-backend=lru", "--kv-event-warnings=fail")
     result.assert_outcomes(**outcomes)

@@ -1,4 +1,4 @@
-"""What a run shows of the plugin when asked, and what it does not show otherwise."""
+"""What a run shows of the plugin on request, and that it shows nothing else."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_the_header_names_settings_that_differ_from_the_default(nested, args, in
         result.stdout.fnmatch_lines([expected])
 
 
-def test_passing_tests_print_nothing(nested):
+def test_passing_tests_print_nothing_about_events(nested):
     result = nested("def test(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: GOOD.block_hashes)", "-q")
 
     assert [line.split("  ")[0].partition(" in")[0] for line in result.outlines if line] == [".", "1 passed"]
@@ -62,7 +62,7 @@ def test_passing_tests_print_nothing(nested):
         (["--kv-backend=lru"], None),
     ],
 )
-def test_the_header_says_how_all_tests_run_over_a_backend_that_is_not_in_the_matrix(nested, args, hint):
+def test_the_header_tells_how_to_run_all_tests_over_a_backend_outside_the_matrix(nested, args, hint):
     result = nested("def test(kv_harness): pass", *args)
 
     lines = [line for line in result.outlines if line.startswith("kvmock: ") and "for all tests" in line]
@@ -77,11 +77,11 @@ def test_the_header_says_how_all_tests_run_over_a_backend_that_is_not_in_the_mat
         (["--kv-backend=trtllm"], [f"kvmock: trtllm: {AS_READ}"]),
         (["-o", "kvmock_backends=vllm trtllm trtllm_v2"], [f"kvmock: trtllm, trtllm_v2: {AS_READ}"]),
         (["--kv-backend=vllm"], []),
-        (["--kv-backend=all"], []),  # which runs what the matrix has
+        (["--kv-backend=all"], []),  # it runs the backends of the matrix
         (["-v"], []),
     ],
 )
-def test_the_header_says_which_engines_did_not_run(nested, args, expected):
+def test_the_header_names_engines_that_were_only_read(nested, args, expected):
     result = nested("def test(): pass", *args)
 
     assert [line for line in result.outlines if line.endswith(AS_READ)] == expected
@@ -90,7 +90,7 @@ def test_the_header_says_which_engines_did_not_run(nested, args, expected):
 # ---------------------------------------------------------------------------------------------------- lists
 
 
-def test_list_backends(nested):
+def test_kv_list_backends_lists_each_backend_with_its_product(nested):
     result = nested("def test(): raise OSError", "--kv-list-backends")
 
     assert result.ret == 0
@@ -101,7 +101,7 @@ def test_list_backends(nested):
     ]
 
 
-def test_list_backends_says_which_are_not_in_the_matrix(nested):
+def test_kv_list_backends_names_backends_outside_the_matrix(nested):
     result = nested("", "--kv-list-backends", "--kv-backend=lru")
 
     result.stdout.fnmatch_lines(
@@ -109,7 +109,7 @@ def test_list_backends_says_which_are_not_in_the_matrix(nested):
     )
 
 
-def test_markers_are_listed_with_their_whole_signature(nested):
+def test_markers_are_listed_with_their_full_signature(nested):
     result = nested("", "--markers")
 
     result.stdout.fnmatch_lines(
@@ -125,7 +125,7 @@ def test_markers_are_listed_with_their_whole_signature(nested):
     assert all(f"{key}=" in result.stdout.str() for key in PROFILE_KEYS)
 
 
-def test_fixtures_are_listed_with_a_first_paragraph(nested):
+def test_fixtures_are_listed_with_their_first_paragraph(nested):
     result = nested("", "--fixtures")
 
     shown = [line.split()[0] for line in result.outlines if line.startswith(("kv_", "make_kv", "_kv"))]
@@ -136,7 +136,7 @@ def test_fixtures_are_listed_with_a_first_paragraph(nested):
     assert len(scoped) == 2
 
 
-def test_help_lists_every_option_and_its_ini_twin(nested):
+def test_help_lists_every_option_and_its_ini_setting(nested):
     result = nested("", "--help")
 
     text = result.stdout.str()
@@ -161,7 +161,7 @@ TRACE = "".join(f'{{"timestamp": {n}, "input_length": 512, "output_length": 1, "
         ([], "", 200),
     ],
 )
-def test_kv_trace_gives_the_requests_asked_for(nested, args, ini, expected):
+def test_kv_trace_has_the_requested_number_of_requests(nested, args, ini, expected):
     result = nested(
         f"def test(kv_trace): assert len(kv_trace) == {expected}\ndef test_again(kv_trace): assert len(kv_trace)",
         *args,
@@ -180,8 +180,8 @@ def test_kv_trace_gives_the_requests_asked_for(nested, args, ini, expected):
         (["--kv-trace-tokens", "--kv-trace=t.jsonl"], "", "False", "True"),
     ],
 )
-def test_prompts_of_kv_trace_have_tokens_where_that_is_asked_for(nested, args, ini, marked, plain):
-    """Both tests share one trace, which is read once for each kind of prompts."""
+def test_prompts_of_kv_trace_have_tokens_on_request(nested, args, ini, marked, plain):
+    """Both tests share one trace, which is read once per kind of prompts."""
     wins = "--kv-trace-tokens" in args
     result = nested(
         f"""
@@ -221,7 +221,7 @@ def test(kv_worker, kv_trace):
 """
 
 
-def test_an_index_of_tokens_is_refused_a_trace_of_hashes_once_and_runs_it_with_tokens(nested):
+def test_a_trace_of_hashes_is_refused_for_an_index_of_tokens_which_runs_with_trace_tokens(nested):
     result = nested(TOKEN_INDEX)
     result.assert_outcomes(failed=2)
     refusal = (
@@ -234,7 +234,7 @@ def test_an_index_of_tokens_is_refused_a_trace_of_hashes_once_and_runs_it_with_t
     nested(TOKEN_INDEX, "--kv-trace-tokens").assert_outcomes(passed=2)
 
 
-def test_a_trace_in_the_ini_file_is_found_from_anywhere(nested, pytester, monkeypatch):
+def test_a_trace_in_the_ini_file_is_found_from_any_directory(nested, pytester, monkeypatch):
     files = {"pytest.ini": "[pytest]\nkvmock_trace = t.jsonl\n", "t.jsonl": TRACE, "sub/x": ""}
     nested("def test(kv_trace): assert len(kv_trace) == 5", files=files).assert_outcomes(passed=1)
     monkeypatch.chdir(pytester.path / "sub")

@@ -1,4 +1,4 @@
-"""Which tests run over which backends: every way to say it, and what is refused."""
+"""The backends over which tests run: every way to choose them, and what is refused."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ follows_overrides = pytest.mark.skipif(
 
 
 def ran(result):
-    """The backend of each test that passed, as its harness says: tests print `ran on <backend>`."""
+    """Return the backend of each test that passed, by its harness: tests print `ran on <backend>`."""
     return re.findall(r"ran on (\S+)", result.stdout.str())
 
 
@@ -28,7 +28,7 @@ USES = "def test(kv_harness): print('ran on', kv_harness.backend)"
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
 
-def test_a_group_stands_for_its_backends_in_markers_and_on_the_command_line(ids):
+def test_a_group_name_stands_for_its_backends_in_markers_and_on_the_command_line(ids):
     assert [f"test[{name}]" for name in HYBRID] == ids(f"@pytest.mark.kv_backends('hybrid')\n{USES}")
     left = [name for name in HYBRID if name != "sglang_gpt_oss"]
     marker = "@pytest.mark.kv_backends('hybrid', 'lru', exclude=['sglang_gpt_oss'])"
@@ -42,7 +42,7 @@ def test_a_group_stands_for_its_backends_in_markers_and_on_the_command_line(ids)
 
 
 @pytest.mark.parametrize("fixture", ["kv_backend", "kv_harness", "kv_worker", "kv_manager", "make_kv_manager"])
-def test_fixtures_that_need_an_engine_pull_in_the_matrix(ids, fixture):
+def test_fixtures_that_need_an_engine_bring_in_the_matrix(ids, fixture):
     assert [f"test[{name}]" for name in ALL] == ids(f"def test({fixture}): pass")
 
 
@@ -60,11 +60,11 @@ def test_fixtures_that_need_an_engine_pull_in_the_matrix(ids, fixture):
         "kv_traits",
     ],
 )
-def test_fixtures_that_need_none_do_not(ids, fixture):
+def test_fixtures_that_need_no_engine_do_not_bring_in_the_matrix(ids, fixture):
     assert ids(f"def test({fixture}): pass") == ["test"]
 
 
-def test_the_matrix_is_pulled_in_however_indirectly(ids):
+def test_the_matrix_is_brought_in_through_other_fixtures(ids):
     assert [f"test[{name}]" for name in ALL] == ids(
         """
         @pytest.fixture
@@ -76,7 +76,7 @@ def test_the_matrix_is_pulled_in_however_indirectly(ids):
     )
 
 
-def test_usefixtures_and_autouse_pull_it_in(ids):
+def test_usefixtures_and_autouse_bring_in_the_matrix(ids):
     assert [f"{test}[{name}]" for test in ("test", "TestC::test") for name in ALL] == ids(
         """
         @pytest.mark.usefixtures("kv_backend")
@@ -89,13 +89,13 @@ def test_usefixtures_and_autouse_pull_it_in(ids):
     )
 
 
-def test_the_users_own_parameters_come_first_in_the_id(ids):
+def test_the_users_own_parameters_come_first_in_the_test_id(ids):
     assert [f"test[{n}-{name}]" for n in (1, 2) for name in ALL] == ids(
         "@pytest.mark.parametrize('n', [1, 2])\ndef test(kv_backend, n): pass"
     )
 
 
-def test_it_multiplies_with_the_backends_of_anyio(ids):
+def test_the_matrix_multiplies_with_the_backends_of_anyio(ids):
     assert len(ids("@pytest.mark.anyio\nasync def test(kv_harness): pass", plugins=["anyio"])) == 2 * 3
 
 
@@ -209,7 +209,7 @@ OVERRIDES = {
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=name) for name, row in OVERRIDES.items()])
-def test_every_way_to_say_the_backend(nested, row):
+def test_each_way_to_set_the_backend_is_followed(nested, row):
     source, files, expected = row
 
     result = nested(source, "-s", files=files)
@@ -232,7 +232,7 @@ def test_the_command_line_narrows_the_matrix(nested, args, expected):
     assert ran(nested(USES, "-s", *args)) == expected
 
 
-def test_the_command_line_does_not_touch_a_test_that_fixes_its_backend(nested):
+def test_the_command_line_does_not_change_a_test_that_fixes_its_backend(nested):
     result = nested(
         """
         @pytest.mark.parametrize("kv_backend", ["lru"])
@@ -258,7 +258,7 @@ def test_an_override_that_calls_its_original_keeps_the_matrix(nested, name):
 
 
 @pytest.mark.parametrize("name", ["kv_harness", "kv_manager"])
-def test_an_override_that_calls_its_original_and_names_kv_backend_keeps_the_matrix_everywhere(nested, name):
+def test_an_override_that_uses_its_original_and_kv_backend_keeps_the_matrix_in_every_pytest(nested, name):
     source = (
         f"@pytest.fixture\ndef {name}({name}, kv_backend): return {name}\n"
         f"def test({name}): print('ran on', {name}.backend)"
@@ -289,10 +289,10 @@ def test_fixtures_of_any_scope_may_use_kv_backend(nested, scope):
         "-s",
     )
 
-    assert ran(result) == ALL + ALL  # and nothing is reordered
+    assert ran(result) == ALL + ALL  # without reordering
 
 
-def test_nothing_is_reordered(ids):
+def test_tests_are_not_reordered_by_the_matrix(ids):
     before, after = ([f"{test}[{name}]" for name in ALL] for test in ("test_b", "test_a"))
     assert [*before, "test_x", *after] == ids(
         "def test_b(kv_harness): pass\ndef test_x(): pass\ndef test_a(kv_harness): pass"
@@ -317,7 +317,7 @@ def test_getfixturevalue_runs_on_the_only_backend(nested):
     assert ran(nested(source.partition("\n")[2], "-s", "--kv-backend=lru")) == ["lru"]
 
 
-def test_getfixturevalue_without_a_choice_says_which_marker_to_add(nested):
+def test_getfixturevalue_with_several_backends_says_which_marker_to_add(nested):
     result = nested("def test(request): request.getfixturevalue('kv_manager')")
 
     result.assert_outcomes(failed=1)
@@ -332,7 +332,7 @@ def test_getfixturevalue_without_a_choice_says_which_marker_to_add(nested):
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
-def test_usefixtures_gives_getfixturevalue_the_whole_matrix(nested):
+def test_usefixtures_gives_getfixturevalue_the_full_matrix(nested):
     source = """
     @pytest.mark.usefixtures("kv_backend")
     def test(request): print("ran on", request.getfixturevalue("kv_harness").backend)
@@ -347,7 +347,7 @@ def test_a_testcase_runs_on_the_only_backend(nested):
     assert ran(nested(source, "-s")) == ["lru"]
 
 
-def test_a_testcase_without_a_choice_says_which_marker_to_add(nested):
+def test_a_testcase_with_several_backends_says_which_marker_to_add(nested):
     result = nested(TEST_CASE.format(marker=""))
 
     result.assert_outcomes(errors=1)
@@ -365,7 +365,7 @@ def test_a_testcase_with_no_backend_left_is_skipped(nested):
     result.stdout.fnmatch_lines(["SKIPPED*no backend is left*"])
 
 
-def test_the_placeholder_is_not_a_backend_and_says_why(nested):
+def test_the_placeholder_of_kv_backend_is_refused_as_a_backend_with_the_reason(nested):
     result = nested(
         """
         from pytest_kvmock import RouterHarness
@@ -382,7 +382,7 @@ def test_the_placeholder_is_not_a_backend_and_says_why(nested):
 # ---------------------------------------------------------------------------------------------------- deselection
 
 
-def test_a_test_left_without_backend_is_deselected_and_counted(nested):
+def test_a_test_without_a_backend_left_is_deselected_and_counted(nested):
     result = nested(
         """
         @pytest.mark.kv_backends("lineage")
@@ -401,7 +401,7 @@ def test_a_test_left_without_backend_is_deselected_and_counted(nested):
 
 
 @takes_long
-def test_the_rest_runs_the_same_under_xdist(nested):
+def test_deselection_is_the_same_under_xdist(nested):
     result = nested(
         "@pytest.mark.kv_backends('lineage')\ndef test_gone(kv_harness): pass\ndef test_stays(kv_harness): pass",
         "--kv-backend=lru",
@@ -413,7 +413,7 @@ def test_the_rest_runs_the_same_under_xdist(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_a_marker_of_a_parameter_deselects_what_it_excludes(ids):
+def test_a_marker_of_a_parameter_deselects_other_backends(ids):
     assert ["test[a-lru]", *(f"test[b-{name}]" for name in ALL)] == ids(
         """
         @pytest.mark.parametrize("n", [
@@ -425,7 +425,7 @@ def test_a_marker_of_a_parameter_deselects_what_it_excludes(ids):
     )
 
 
-def test_a_marker_that_a_conftest_adds_deselects_what_it_excludes(nested):
+def test_a_marker_added_by_a_conftest_deselects_other_backends(nested):
     result = nested(
         USES,
         "-s",
@@ -459,7 +459,7 @@ def test_a_late_marker_does_not_undo_an_earlier_one(nested):
     result.assert_outcomes(deselected=1)
 
 
-def test_selection_by_id_and_keyword(nested):
+def test_tests_of_the_matrix_can_be_selected_by_keyword(nested):
     assert ran(nested(USES, "-s", "-k", "lru")) == ["lru", "multi_lru"]
     assert ran(nested(USES, "-s", "-k", "not multi_lru")) == ["lineage", "lru"]
 
@@ -475,7 +475,7 @@ def pytest_generate_tests(metafunc):
 
 @pytest.mark.parametrize("indirect", [True, False])
 @pytest.mark.parametrize("place", ["conftest", "module"])
-def test_a_pytest_generate_tests_over_kv_backend_is_refused(nested, place, indirect):
+def test_pytest_generate_tests_over_kv_backend_is_refused(nested, place, indirect):
     generate = GENERATE.format(indirect=indirect)
     result = nested(USES, files={"conftest.py": generate}) if place == "conftest" else nested(generate + USES)
 
@@ -498,7 +498,7 @@ def test_an_error_of_a_custom_parametrisation_is_unchanged(nested):
     ["@pytest.mark.parametrize('kv_backend', [{}])\n" + USES, "@pytest.fixture\ndef kv_backend(): return {}\n" + USES],
     ids=["parametrize", "override"],
 )
-def test_an_unknown_backend_of_the_users_is_one_line(nested, source, value):
+def test_an_unknown_backend_of_a_user_is_refused_in_one_line(nested, source, value):
     result = nested(source.replace("{}", value, 1))
 
     result.assert_outcomes(errors=1)
@@ -507,7 +507,7 @@ def test_an_unknown_backend_of_the_users_is_one_line(nested, source, value):
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
-def test_a_backend_that_lies_about_its_name_is_caught(nested):
+def test_a_backend_whose_manager_has_another_name_is_refused(nested):
     result = nested(
         USES,
         files={
@@ -531,7 +531,7 @@ def test_a_backend_that_lies_about_its_name_is_caught(nested):
 # ---------------------------------------------------------------------------------------------------- order
 
 
-def test_collection_is_the_same_for_any_hash_seed(nested, monkeypatch):
+def test_collection_is_the_same_with_any_hash_seed(nested, monkeypatch):
     source = """
     @pytest.mark.kv_backends("lru", "lineage")
     def test_1(kv_harness): pass
@@ -549,7 +549,7 @@ def test_collection_is_the_same_for_any_hash_seed(nested, monkeypatch):
     assert seen[0] == seen[1]
 
 
-def test_strict_configuration_is_met(nested):
+def test_the_plugin_works_with_strict_configuration(nested):
     strict = "[pytest]\naddopts = --strict-markers --strict-config\nxfail_strict = true\nkvmock_backends = lru\n"
     if pytest.version_tuple >= (9, 0):
         strict = "[pytest]\nstrict = true\nkvmock_backends = lru\n"

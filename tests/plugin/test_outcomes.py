@@ -1,4 +1,4 @@
-"""What becomes of a test whose events were wrong: one table, over everything that gives a test its outcome."""
+"""The outcome of a test whose events were wrong: one table over everything that decides an outcome."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ subtests = pytest.mark.skipif(pytest.version_tuple < (9, 0), reason="subtests ca
 
 @dataclass
 class Row:
-    """A test, how it is run, its outcomes, and lines that are shown in this order, or not at all."""
+    """A test, its arguments, its outcomes, and lines that are shown in this order or hidden."""
 
     source: str
     outcomes: dict[str, int]
@@ -609,10 +609,10 @@ async def test(kv_harness, kv_worker, kv_prompt):
 
 
 @pytest.mark.parametrize("row", [pytest.param(row, id=name, marks=row.marks) for name, row in few(TABLE.items(), 25)])
-def test_outcome(nested, row):
+def test_each_combination_has_its_outcome(nested, row):
     result = nested(row.source, *row.args, plugins=row.plugins)
     if row.plugins:
-        # Those that run event loops may leave one to the garbage collector, which would then warn in another test.
+        # Plugins that run event loops may leave one to the garbage collector, which would then warn in another test.
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", ResourceWarning)
             gc.collect()
@@ -635,7 +635,7 @@ def _properties(case):
     return [(one.get("name"), one.get("value")) for one in case.iter("property")]
 
 
-def test_junit_has_one_testcase_with_backend_events_and_errors(nested, pytester):
+def test_junit_has_one_testcase_with_backend_events_and_errors_as_properties(nested, pytester):
     nested(
         """
         @pytest.mark.kv_backends("lru")
@@ -653,7 +653,7 @@ def test_junit_has_one_testcase_with_backend_events_and_errors(nested, pytester)
     assert [one.tag for one in case if one.tag in ("failure", "error")] == ["failure"]
 
 
-def test_properties_cross_xdist_and_leave_out_an_unknown_backend(nested, pytester):
+def test_properties_work_under_xdist_and_omit_an_unknown_backend(nested, pytester):
     nested("def test(kv_sink): kv_sink(BAD)", "--junit-xml=out.xml", "-n", "1", plugins=["xdist"])
 
     (case,) = ET.parse(pytester.path / "out.xml").iter("testcase")
@@ -732,14 +732,14 @@ def test_pdb_stops_once_and_the_run_continues(nested, pytester):
 
 
 @pytest.mark.parametrize("end", ["pytest.exit('enough')", "raise KeyboardInterrupt"])
-def test_the_end_of_the_session_is_not_judged(nested, end):
+def test_a_test_that_ends_the_session_is_not_judged(nested, end):
     result = nested(f"def test(kv_sink):\n kv_sink(BAD)\n {end}", subprocess=True)
 
     assert result.ret == pytest.ExitCode.INTERRUPTED
     result.stdout.no_fnmatch_line("*KV event error*")
 
 
-def test_a_test_does_not_see_the_errors_of_the_one_before(nested):
+def test_a_test_does_not_get_the_errors_of_an_earlier_one(nested):
     result = nested(
         """
         def test_bad(kv_sink): kv_sink(BAD)
@@ -765,7 +765,7 @@ def test_a_test_does_not_see_the_errors_of_the_one_before(nested):
         ("kv_harness.apply(BAD); kv_harness.assert_no_event_errors()", "*EventRulesBroken: 1 KV event error*"),
     ],
 )
-def test_a_failure_inside_a_call_of_ours_shows_the_test_and_not_our_frames(nested, call, message):
+def test_a_failure_inside_a_call_of_the_plugin_shows_no_frames_of_the_plugin(nested, call, message):
     result = nested(f"@pytest.mark.kv_backends('lru')\ndef test(kv_harness): {call}")
 
     result.assert_outcomes(failed=1)

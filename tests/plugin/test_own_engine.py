@@ -1,6 +1,4 @@
-"""The engine of the documentation, and the test that it teaches: a bug in one line is found, and is what is reported
-first.
-"""
+"""The engine of the documentation and the test that its page teaches: a bug in one line is found and reported first."""
 
 import re
 from pathlib import Path
@@ -44,7 +42,7 @@ ONLY_WHERE_IT_IS_SAID = {
 
 
 def first_rules(nested, source, old, new):
-    """The rule that each of some tests reports first, a test a seed; all of them fail."""
+    """Return the rule that each test reports first, with one test per seed; all of them fail."""
     assert source.count(old) == 1
     broken = source.replace(old, new)
     files = {f"test_{seed}.py": broken.replace("Random(0)", f"Random({seed})") for seed in SEEDS}
@@ -54,24 +52,24 @@ def first_rules(nested, source, old, new):
 
 
 @pytest.mark.parametrize("bug", [*BUGS, *ONLY_WHERE_IT_IS_SAID])
-def test_the_bug_is_reported_first(nested, bug):
+def test_each_bug_is_reported_first(nested, bug):
     old, new, rules = (BUGS | ONLY_WHERE_IT_IS_SAID)[bug]
     assert rules == first_rules(nested, EXAMPLE, old, new)
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_the_bug_is_reported_first_where_the_sink_finds_out_what_the_hashes_are(nested, bug):
+def test_each_bug_is_reported_first_if_the_sink_detects_the_hash_chain(nested, bug):
     old, new, rules = BUGS[bug]
     assert rules == first_rules(nested, DEFAULT, old, new)
 
 
 @pytest.mark.parametrize("source", [EXAMPLE, DEFAULT], ids=["said", "found out"])
-def test_the_engine_itself_is_right(nested, source):
+def test_the_engine_of_the_page_is_right(nested, source):
     files = {f"test_{seed}.py": source.replace("Random(0)", f"Random({seed})") for seed in range(10)}
     nested("", files=files).assert_outcomes(passed=10)
 
 
-def test_the_engine_is_that_of_the_example():
+def test_the_engine_of_the_page_is_the_one_of_the_example():
     example = (Path(__file__).parents[2] / "examples/own_manager/test_own_manager.py").read_text(encoding="utf-8")
     engine = re.search(r"class MyEngine.*?\n\n\n", EXAMPLE, re.DOTALL)
     assert engine is not None

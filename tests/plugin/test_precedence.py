@@ -1,4 +1,4 @@
-"""Who wins: the three rules as tables, and once more through a whole run."""
+"""The precedence of settings: three rules as tables, and in whole runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ POLICY = [
 
 
 @pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), POLICY)
-def test_policy(command_line, markers, ini, expected):
+def test_the_policy_has_the_documented_precedence(command_line, markers, ini, expected):
     assert resolve_policy(command_line, markers, ini) == expected
 
 
@@ -79,7 +79,7 @@ TRACE_TOKENS = [
 
 
 @pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), TRACE_TOKENS)
-def test_trace_tokens(command_line, markers, ini, expected):
+def test_trace_tokens_has_the_documented_precedence(command_line, markers, ini, expected):
     assert expected is resolve_trace_tokens(command_line, markers, ini)
 
 
@@ -118,7 +118,7 @@ MATRIX = [
 
 
 @pytest.mark.parametrize(("command_line", "markers", "ini", "expected"), MATRIX)
-def test_matrix(command_line, markers, ini, expected):
+def test_the_matrix_has_the_documented_precedence(command_line, markers, ini, expected):
     command_line = {"backends": command_line} if command_line else {}
     ini = {"backends": ini} if ini else {}
 
@@ -210,11 +210,11 @@ PROFILE = [
 
 
 @pytest.mark.parametrize(("base", "markers", "command_line", "expected"), PROFILE)
-def test_profile(base, markers, command_line, expected):
+def test_the_profile_has_the_documented_precedence(base, markers, command_line, expected):
     assert resolve_profile(base, markers, command_line, {"fleet": FLEET, "small": SMALL}) == expected
 
 
-def test_fields_that_do_not_go_together_are_refused():
+def test_a_profile_with_invalid_fields_is_refused():
     with pytest.raises(ValueError, match="num_blocks"):
         resolve_profile(BASE, [{"num_blocks": 0}], {})
 
@@ -232,7 +232,7 @@ CONTRADICTIONS = [
 
 
 @pytest.mark.parametrize(("base", "markers", "given"), CONTRADICTIONS)
-def test_an_engine_that_contradicts_what_is_set_is_refused(base, markers, given):
+def test_an_engine_that_contradicts_the_profile_is_refused(base, markers, given):
     with pytest.raises(ValueError, match=f"contradicts {given} of the profile; set one of them, or both to the same"):
         resolve_profile(base, markers, {}, {"fleet": FLEET, "small": SMALL})
 
@@ -266,7 +266,7 @@ OVER_THE_MATRIX = [
 
 
 @pytest.mark.parametrize(("base", "markers", "expected"), OVER_THE_MATRIX)
-def test_a_case_of_the_scheduler_matrix(base, markers, expected):
+def test_a_case_of_the_scheduler_matrix_overrides_engine_fields_with_the_documented_precedence(base, markers, expected):
     assert resolve_profile(base, markers, {}, {"fleet": FLEET, "small": SMALL}, MATRIX_FIELDS) == expected
 
 
@@ -309,7 +309,7 @@ def test_a_profile_is_laid_over_the_base_of_ini_or_override(nested):
     result.assert_outcomes(passed=7)
 
 
-def test_an_index_reads_the_effective_block_size(nested):
+def test_an_index_can_read_the_effective_block_size(nested):
     result = nested(
         """
         class Index:
@@ -340,13 +340,13 @@ def test_an_index_reads_the_effective_block_size(nested):
         ("kvmock_allow = block_not_found", "@pytest.mark.kvmock(allow=['invalid_block'])", [], "passed"),
     ],
 )
-def test_a_policy_in_a_whole_run(nested, ini, marker, args, outcome):
+def test_a_policy_has_the_documented_precedence_in_a_whole_run(nested, ini, marker, args, outcome):
     result = nested(f"{marker}\ndef test(kv_sink): kv_sink(BAD)", *args, files={"pytest.ini": f"[pytest]\n{ini}\n"})
 
     result.assert_outcomes(**{outcome: 1})
 
 
-def test_markers_that_come_late_count_when_the_test_is_set_up(nested):
+def test_markers_added_after_collection_count_at_setup(nested):
     result = nested(
         "def test(kv_profile): assert kv_profile.num_blocks == 8",
         files={
@@ -362,7 +362,7 @@ def test_markers_that_come_late_count_when_the_test_is_set_up(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_a_marker_of_a_parameter_counts(nested):
+def test_a_marker_of_a_parameter_counts_for_its_test(nested):
     result = nested(
         """
         @pytest.mark.kvmock(num_blocks=4, workers=2)
@@ -376,7 +376,7 @@ def test_a_marker_of_a_parameter_counts(nested):
     result.assert_outcomes(passed=2)
 
 
-def test_all_markers_of_a_parameter_are_the_innermost(nested):
+def test_markers_of_a_parameter_are_the_innermost_ones(nested):
     result = nested(
         """
         @pytest.mark.kvmock(num_blocks=4, workers=3)
@@ -390,7 +390,7 @@ def test_all_markers_of_a_parameter_are_the_innermost(nested):
     result.assert_outcomes(passed=1)
 
 
-def test_random_things_depend_on_seed_and_test_and_on_nothing_else(nested):
+def test_random_values_depend_only_on_seed_and_test(nested):
     source = """
     def test_a(kv_prompt): print("drew", kv_prompt().tokens[:3])
     def test_b(kv_prompt): print("drew", kv_prompt().tokens[:3])

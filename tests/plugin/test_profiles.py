@@ -1,4 +1,4 @@
-"""Named engine profiles in a run: where they come from, who takes them, and what is wrong with them."""
+"""Named engine profiles in a run: their files, their use, and wrong ones."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(nested):
     return with_profiles
 
 
-def test_a_marker_names_a_profile(run):
+def test_a_marker_can_name_a_profile(run):
     result = run(
         """
         from pytest_kvmock import EngineProfile
@@ -82,7 +82,7 @@ def test_a_marker_names_a_profile(run):
         ("", ["-o", "kvmock_profile=small"], "EngineProfile(block_size=4, num_blocks=9)"),
     ],
 )
-def test_ini_names_the_default(run, ini, args, expected):
+def test_the_ini_file_names_the_default_profile(run, ini, args, expected):
     result = run(
         f"from pytest_kvmock import EngineProfile\ndef test(kv_profile): assert kv_profile == {expected}",
         *args,
@@ -92,7 +92,7 @@ def test_ini_names_the_default(run, ini, args, expected):
     result.assert_outcomes(passed=1)
 
 
-def test_files_are_found_from_the_ini_file_by_globs_too(nested, pytester, monkeypatch):
+def test_profile_files_are_found_relative_to_the_ini_file_and_by_globs(nested, pytester, monkeypatch):
     source = "@pytest.mark.kvmock(profile='b')\ndef test(kv_profile): assert kv_profile.workers == 2"
     files = {
         "conf/pytest.ini": "[pytest]\nkvmock_profiles = more/**/*.yaml a.yaml a.yaml\n",
@@ -122,7 +122,7 @@ def test_profiles_work_under_xdist(run):
 @pytest.mark.parametrize(
     "args", [[], ["--kv-list-profiles"], pytest.param(["-n", "1"], marks=takes_long)], ids=["run", "list", "xdist"]
 )
-def test_a_wrong_file_is_a_usage_error_of_one_line(run, args):
+def test_a_wrong_profile_file_is_a_usage_error_in_one_line(run, args):
     text = "profiles: {s: {workers: x}}"  # tests/engines/profiles has all that may be wrong in a file
     result = run("def test(): pass", *args, profiles=text, plugins=["xdist"] if "-n" in args else ())
 
@@ -132,7 +132,7 @@ def test_a_wrong_file_is_a_usage_error_of_one_line(run, args):
     result.stderr.fnmatch_lines(["ERROR: profiles.yaml:1:25: workers: got 'x'; allowed: an integer"])
 
 
-def test_an_unknown_profile_is_one_line_that_lists_the_known_ones(run):
+def test_an_unknown_profile_is_refused_in_one_line_with_the_known_ones(run):
     result = run("@pytest.mark.kvmock(profile='smal')\ndef test(kv_sink): pass\ndef test_other(): pass")
 
     result.assert_outcomes(errors=1)
@@ -147,7 +147,7 @@ def test_an_unknown_profile_is_one_line_that_lists_the_known_ones(run):
     )
 
 
-def test_an_unknown_default_is_a_usage_error(run):
+def test_an_unknown_default_profile_is_a_usage_error(run):
     result = run("def test(): pass", ini="kvmock_profile = smal")
 
     assert result.ret == pytest.ExitCode.USAGE_ERROR
@@ -156,7 +156,7 @@ def test_an_unknown_default_is_a_usage_error(run):
     )
 
 
-def test_a_block_size_that_a_backend_refuses_is_traced_to_the_profile(run):
+def test_a_block_size_that_a_backend_refuses_names_the_profile(run):
     result = run(
         "@pytest.mark.kv_backends('lru')\n@pytest.mark.kvmock(profile='odd')\ndef test(kv_harness): pass",
         profiles="profiles: {odd: {block_size: 24}}",
@@ -169,7 +169,7 @@ def test_a_block_size_that_a_backend_refuses_is_traced_to_the_profile(run):
 # ---------------------------------------------------------------------------------------------------- the rest
 
 
-def test_profiles_are_listed(run):
+def test_kv_list_profiles_lists_all_profiles(run):
     result = run("def test(): raise OSError", "--kv-list-profiles", ini="kvmock_profile = small-fleet")
 
     assert result.ret == 0
@@ -179,13 +179,13 @@ def test_profiles_are_listed(run):
     ]
 
 
-def test_where_there_are_none_the_list_says_how_to_have_some(nested):
+def test_without_profiles_the_list_says_how_to_have_some(nested):
     result = nested("", "--kv-list-profiles")
 
     assert result.outlines == ["no profiles: ini kvmock_profiles names their files"]
 
 
-def test_yaml_is_loaded_only_where_a_file_is_named(nested, run):
+def test_yaml_is_imported_only_if_a_profile_file_is_named(nested, run):
     check = "def test(kv_profile): assert ('yaml' in sys.modules) is {}"
 
     nested(check.format(False), subprocess=True).assert_outcomes(passed=1)

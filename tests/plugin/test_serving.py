@@ -1,4 +1,4 @@
-"""The fixtures `kv_server` and `_kvmock_servers`: the test's own workers behind sockets, with the verdict as ever."""
+"""The fixtures `kv_server` and `_kvmock_servers`: a test's own workers behind sockets, with the usual verdict."""
 
 import pytest
 
@@ -28,7 +28,7 @@ def client(pytester):
     return write
 
 
-def test_what_is_served_is_judged(nested, client):
+def test_events_of_served_engines_are_judged(nested, client):
     client(
         """
 @pytest.mark.kv_dialects("vllm-0.33", "sglang-0.5.23")
@@ -86,7 +86,7 @@ def test_stepped(kv_server, kv_engine):
     )
 
 
-def test_an_engine_that_breaks_fails_the_test(nested, client):
+def test_a_served_engine_that_raises_fails_the_test(nested, client):
     client(
         """
 def bad_pass(now_ms):
@@ -104,7 +104,7 @@ def test_broken(kv_server, kv_engine):
     result.stdout.fnmatch_lines(["kvmock: kv_server: worker 0 rank 0 is broken: ZeroDivisionError: no time"])
 
 
-def test_an_answer_that_nobody_got_fails_the_test(nested, client):
+def test_an_unused_answer_or_cut_fails_the_test(nested, client):
     client(
         """
 @pytest.mark.kv_dialects("vllm-0.33")

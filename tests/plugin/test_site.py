@@ -1,8 +1,8 @@
-"""The pages of the site, as MkDocs builds them: no table that came out as text, no empty heading, no anchor that leads
-nowhere.
+"""The pages of the site as MkDocs builds them: no table shown as text, no empty heading, no broken anchor.
 
-The environment variable KVMOCK_SITE names the directory of a site that is built already; else it is built here, where
-MkDocs is installed (dependency group `docs`).
+
+The environment variable KVMOCK_SITE names the directory of a built site; otherwise it is built here, if MkDocs is
+installed (dependency group `docs`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ HEADINGS = ("h1", "h2", "h3", "h4", "h5", "h6")
 
 
 class SitePage(HTMLParser):
-    """One page: its texts of paragraphs and headings, the ids in it, and where its links lead."""
+    """One page: the texts of its paragraphs and headings, its ids, and the targets of its links."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -58,7 +58,7 @@ class SitePage(HTMLParser):
 
 
 def wrong_in_site(site: Path) -> list[str]:
-    """List what is wrong with the pages of a built site, each with its page."""
+    """List the errors in the pages of a built site, each with its page."""
     pages = {path.resolve(): SitePage(path) for path in sorted(site.rglob("*.html")) if path.name != "404.html"}
     wrong = []
     for path, page in pages.items():
@@ -85,7 +85,7 @@ def wrong_in_site(site: Path) -> list[str]:
         ('<a href="page/#there">x</a>', "the link page/#there leads nowhere"),
     ],
 )
-def test_what_a_page_may_have_wrong_is_found(tmp_path, body, problem):
+def test_each_kind_of_error_in_a_page_is_found(tmp_path, body, problem):
     (tmp_path / "page").mkdir()
     (tmp_path / "page/index.html").write_text('<h1 id="here">A page</h1><p>a | b</p><a href="../">up</a>', "utf-8")
     index = tmp_path / "index.html"
@@ -96,7 +96,7 @@ def test_what_a_page_may_have_wrong_is_found(tmp_path, body, problem):
 
 
 @pytest.mark.skipif(not DEEP and "KVMOCK_SITE" not in os.environ, reason="building the site takes long: KVMOCK_DEEP=1")
-def test_every_page_of_the_site_renders(tmp_path):
+def test_every_page_of_the_site_renders_correctly(tmp_path):
     site = os.environ.get("KVMOCK_SITE")
     if site is None:
         if find_spec("mkdocs") is None or find_spec("mkdocstrings") is None:

@@ -1,4 +1,4 @@
-"""The line that a run ends with where events were judged: warnings leave a trace in a green run."""
+"""The last line of a run with judged events: warnings are visible in a green run."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ def test_the_summary_line_counts_judged_tests_and_events(nested, source, line):
     assert line == line_of(nested(source, plugins=["xdist"]))
 
 
-# Workers send what each test counted, which is added up as in one process. Each run starts two processes more.
+# Workers send the counts of each test, which are summed up as in one process. Each run starts two more processes.
 UNDER_XDIST = (
     "several rules",
     "backends in the order of the list",
@@ -198,7 +198,7 @@ UNDER_XDIST = (
 
 @worth_its_time
 @pytest.mark.parametrize("name", few(UNDER_XDIST))
-def test_the_line_is_the_same_under_xdist(nested, name):
+def test_the_summary_line_is_the_same_under_xdist(nested, name):
     source, line = RUNS[name]
 
     assert line == line_of(nested(source, "-n", "2", plugins=["xdist"]))
@@ -210,7 +210,7 @@ def test_runs_without_events_have_no_summary_line(nested, args):
 
 
 @pytest.mark.parametrize("args", [["-q"], pytest.param(["-q", "-n", "1"], marks=takes_long)])
-def test_a_quiet_run_lists_requests_without_effect(nested, args):
+def test_a_quiet_run_lists_only_requests_without_effect(nested, args):
     line = line_of(nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, plugins=["xdist"]))
     assert line == "kvmock: 1 sink never compared with its engine (kv_sink.compare)"
     compared = "def test(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: [1])"
@@ -222,7 +222,7 @@ def test_a_quiet_run_lists_requests_without_effect(nested, args):
     [(["--kv-event-warnings=fail"], ""), ([], "kvmock_event_warnings = fail")],
     ids=["command line", "ini"],
 )
-def test_the_summary_gives_no_advice_about_failed_tests(nested, args, ini):
+def test_the_summary_gives_no_advice_on_failing_if_warnings_already_fail(nested, args, ini):
     files = {"pytest.ini": f"[pytest]\n{ini}\n"}
     result = nested("def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)", *args, files=files)
 
@@ -230,7 +230,7 @@ def test_the_summary_gives_no_advice_about_failed_tests(nested, args, ini):
     assert line_of(result) == f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store{BARE}"
 
 
-def test_the_option_that_the_line_names_makes_them_fail(nested):
+def test_the_option_that_the_summary_names_makes_warnings_fail(nested):
     source = "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE)"
     nested(source).assert_outcomes(passed=1)
 
@@ -238,7 +238,7 @@ def test_the_option_that_the_line_names_makes_them_fail(nested):
 
 
 @pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
-def test_a_rerun_does_not_count_twice(nested, args):
+def test_a_rerun_is_not_counted_twice_in_the_summary(nested, args):
     result = nested(
         """
         import pathlib
@@ -258,7 +258,7 @@ def test_a_rerun_does_not_count_twice(nested, args):
     assert line_of(result) == f"kvmock: 1 test; 2 events; warnings: 1 duplicate_store {FAIL}{BARE}"
 
 
-def test_scenario_files_count_too(nested):
+def test_tests_of_scenario_files_count_in_the_summary(nested):
     need_scenario_files()
     files = {
         "pytest.ini": "[pytest]\nkvmock_scenarios = *.kv.yaml\n",
@@ -274,7 +274,7 @@ def test_scenario_files_count_too(nested):
 
 
 @pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
-def test_junit_has_the_warnings_where_there_are_any(nested, pytester, args):
+def test_junit_has_a_property_for_warnings_only_if_there_are_any(nested, pytester, args):
     nested(
         "def test(kv_sink): kv_sink(GOOD); kv_sink(TWICE); kv_sink(TWICE)\n"
         "def test_none(kv_sink): kv_sink(GOOD)\n" + HOLE.replace("\n        ", "\n"),
@@ -296,7 +296,7 @@ def test_junit_has_the_warnings_where_there_are_any(nested, pytester, args):
     ] == properties_of(pytester)
 
 
-def test_events_of_a_teardown_are_in_the_properties(nested, pytester):
+def test_events_of_a_teardown_count_in_the_properties(nested, pytester):
     nested(
         """
         @pytest.fixture
@@ -312,14 +312,14 @@ def test_events_of_a_teardown_are_in_the_properties(nested, pytester):
     assert properties_of(pytester) == [{"kvmock.events": "2", "kvmock.errors": "0", "kvmock.uncompared_sinks": "1"}]
 
 
-def test_an_engine_that_is_never_run_leaves_a_trace(nested):
+def test_an_engine_that_never_runs_is_counted_as_leaked_requests(nested):
     result = nested("def test(kv_engine, kv_prompt): kv_engine.submit(kv_prompt(4), 4)", "--kv-backend=lineage")
 
     result.assert_outcomes(passed=1)
     assert line_of(result) == f"kvmock: 1 test on lineage; 0 events; warnings: 1 leaked_requests {FAIL}"
 
 
-def test_what_an_open_request_of_an_engine_needs_is_in_the_warning(nested):
+def test_the_warning_of_an_open_engine_request_says_how_to_end_it(nested):
     result = nested(
         "def test(kv_engine, kv_prompt): kv_engine.submit(kv_prompt(4), 4)",
         "--kv-backend=lineage",
@@ -331,7 +331,7 @@ def test_what_an_open_request_of_an_engine_needs_is_in_the_warning(nested):
 
 
 @pytest.mark.parametrize("args", [[], pytest.param(["-n", "1"], marks=takes_long)], ids=["alone", "xdist"])
-def test_the_log_names_the_faults_at_random_that_were_never_injected(nested, args):
+def test_the_log_names_random_faults_that_were_never_injected(nested, args):
     source = """
         @pytest.mark.kv_backends("lru")
         @pytest.mark.kvmock(faults={"double": 1e-9, "lose": 1e-9})
@@ -345,7 +345,7 @@ def test_the_log_names_the_faults_at_random_that_were_never_injected(nested, arg
     result.stdout.fnmatch_lines(["1 event", "*", "faults at random that were never injected: double, lose"])
 
 
-def test_the_log_of_a_test_whose_faults_were_injected_has_no_line_on_them(nested):
+def test_the_log_does_not_mention_random_faults_that_were_injected(nested):
     source = """
         @pytest.mark.kv_backends("lru")
         @pytest.mark.kvmock(faults={"double": 1})
@@ -359,7 +359,7 @@ def test_the_log_of_a_test_whose_faults_were_injected_has_no_line_on_them(nested
     result.stdout.no_fnmatch_line("*never injected*")
 
 
-def test_junit_has_the_faults_that_were_never_injected(nested, pytester):
+def test_junit_has_a_property_for_random_faults_that_were_never_injected(nested, pytester):
     nested(
         """
         @pytest.mark.kv_backends("lru")
@@ -383,11 +383,11 @@ USED = "def test_used(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: [2])"
         ("def test(make_kv_sink): make_kv_sink(), make_kv_sink()", 2),
         ("def test(kv_sink, kv_worker, kv_prompt): kv_worker.serve(kv_prompt())", 1),
         ("def test(kv_sink, kv_worker, kv_prompt): kv_sink.compare(list); kv_worker.serve(kv_prompt())", 1),
-        ("def test(kv_sink): kv_sink.compare(list)", 0),  # an engine that rightly holds nothing
+        ("def test(kv_sink): kv_sink.compare(list)", 0),  # an engine may hold nothing
         ("def test(kv_sink): kv_sink(GOOD)", 0),
     ],
 )
-def test_sinks_that_no_event_came_to_are_counted(nested, source, count):
+def test_sinks_without_any_event_are_counted(nested, source, count):
     marked = f"@pytest.mark.kv_backends('lru')\n{source}\n\n{USED}"
     line = line_of(nested(marked))
     sinks = f"; {count} sink{'s' * (count != 1)} that no event came to (kv_sink)"
@@ -395,7 +395,7 @@ def test_sinks_that_no_event_came_to_are_counted(nested, source, count):
     assert "that no event came to" not in line.replace(sinks, "")
 
 
-def test_a_sink_that_no_event_came_to_fails_where_warnings_do(nested):
+def test_a_sink_without_any_event_fails_if_warnings_fail(nested):
     result = nested(f"def test_unused(kv_sink): pass\n\n{USED}", "--kv-event-warnings=fail")
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(

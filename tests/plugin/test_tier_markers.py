@@ -1,4 +1,4 @@
-"""Tiers in a run: the marker, profiles, what refuses them, and what they are for."""
+"""Tiers in a run: marker, profiles, refusals, and use."""
 
 import pytest
 from scenario_files import need_scenario_files
@@ -13,7 +13,7 @@ profiles:
 """
 
 
-def test_a_marker_gives_workers_a_host(nested):
+def test_the_marker_gives_workers_a_host(nested):
     result = nested(
         """
         from pytest_kvmock import StorageTier
@@ -47,7 +47,7 @@ def test_a_marker_gives_workers_a_host(nested):
     result.assert_outcomes(passed=9)
 
 
-def test_the_default_batch_fits_the_host(nested):
+def test_the_default_batch_size_fits_the_host(nested):
     nested(
         """
         @pytest.mark.kvmock(num_blocks=20, block_size=4, tiers={"host": 10})
@@ -60,7 +60,7 @@ def test_the_default_batch_fits_the_host(nested):
 
 
 @pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "mocker_sglang_1_6"])
-def test_another_backend_refuses_in_one_line(nested, backend):
+def test_a_backend_without_tiers_is_refused_in_one_line(nested, backend):
     result = nested(
         f"""
         @pytest.mark.kv_backends("{backend}", "lru")
@@ -84,7 +84,7 @@ def test_another_backend_refuses_in_one_line(nested, backend):
         ),
     ],
 )
-def test_a_dialect_that_cannot_say_it_is_refused_in_one_line(nested, dialect, described, why):
+def test_a_dialect_that_cannot_encode_host_events_is_refused_in_one_line(nested, dialect, described, why):
     result = nested(
         f"""
         @pytest.mark.kv_dialects("{dialect}")
@@ -100,7 +100,7 @@ def test_a_dialect_that_cannot_say_it_is_refused_in_one_line(nested, dialect, de
     assert {f"kvmock: kv_publisher: {why}", f"kvmock: kv_wire: {why}"} <= {*result.outlines}
 
 
-def test_a_profile_of_a_file_has_tiers(nested):
+def test_a_profile_of_a_file_may_have_tiers(nested):
     files = {"pytest.ini": "[pytest]\nkvmock_profiles = p.yaml\nkvmock_profile = tiered\n", "p.yaml": PROFILES}
     source = """
         def test(kv_worker, kv_profile):
@@ -126,13 +126,13 @@ def test_a_profile_of_a_file_has_tiers(nested):
         ("{host: .nan}", "tiers: host must be an integer of at least 1 (blocks), got '.nan'"),
     ],
 )
-def test_a_wrong_profile_is_one_line_with_its_place(nested, tiers, why):
+def test_wrong_tiers_in_a_profile_file_are_one_line_with_their_position(nested, tiers, why):
     files = {"pytest.ini": "[pytest]\nkvmock_profiles = p.yaml\n", "p.yaml": f"profiles:\n  a:\n    tiers: {tiers}\n"}
     result = nested("def test(): pass", files=files)
     result.stderr.fnmatch_lines([f"ERROR: p.yaml:3:*{why}"])
 
 
-def test_a_scenario_moves_time(nested):
+def test_a_scenario_can_move_time_with_tick(nested):
     need_scenario_files()
     scenario = """\
 profile: {block_size: 4, num_blocks: 8, tiers: {host: 64, gbps: 1.0, bytes_per_token: 250000}}

@@ -1,7 +1,7 @@
-"""What a failure shows of our code: nothing where the test, or what the test plugged in, is to blame."""
+"""Frames of the plugin in a failure: none if the test, or an object that it plugged in, is to blame."""
 
 
-def test_frames_of_ours_are_left_out_where_a_call_was_refused(nested):
+def test_frames_of_the_plugin_are_left_out_if_a_call_was_refused(nested):
     result = nested(
         """
         from pytest_kvmock import Fleet, MockEngine
@@ -38,4 +38,4 @@ def test_frames_of_ours_are_left_out_where_a_call_was_refused(nested):
     assert "pytest_kvmock/" not in of_router
     assert "the router's own line" in of_router
     assert "RouterError: Broken.pick() raised KeyError('worker')" in of_router
-    assert "pytest_kvmock/engines/worker.py" in failures["test_bug"]  # nobody asked for that
+    assert "pytest_kvmock/engines/worker.py" in failures["test_bug"]  # this error is a bug of the plugin

@@ -1,4 +1,4 @@
-"""The plugin where folders of `contrib` were deleted."""
+"""The plugin after folders of `contrib` were deleted."""
 
 import pytest
 from depth import takes_long
@@ -9,14 +9,14 @@ from pytest_kvmock.plugin.misspelt import OF_CONTRIB
 
 @pytest.fixture
 def alone(monkeypatch):
-    """The plugin as it is where nothing is in `contrib`."""
+    """Use the plugin without any folder of `contrib`."""
     core = [name for name in pytest_kvmock.plugin.pytest_plugins if ".contrib." not in name]
     monkeypatch.setattr(pytest_kvmock.plugin, "pytest_plugins", core)
 
 
 @pytest.mark.usefixtures("alone")
 @pytest.mark.parametrize("fixture", OF_CONTRIB)
-def test_a_fixture_whose_folder_is_gone_is_one_line(nested, fixture):
+def test_a_fixture_of_a_deleted_folder_is_refused_in_one_line(nested, fixture):
     result = nested(f"def test({fixture}): pass")
 
     result.assert_outcomes(errors=1)
@@ -26,7 +26,7 @@ def test_a_fixture_whose_folder_is_gone_is_one_line(nested, fixture):
 
 
 @takes_long
-def test_it_is_turned_off_with_all_that_is_there(pytester):
+def test_the_plugin_can_be_disabled_completely(pytester):
     pytester.makepyfile(
         """
         def test(pytestconfig):

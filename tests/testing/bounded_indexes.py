@@ -1,4 +1,4 @@
-"""Indexes that keep so many blocks, and forget the oldest beyond that."""
+"""Indexes that keep a limited number of blocks and forget the oldest."""
 
 from itertools import takewhile
 
@@ -6,14 +6,14 @@ from pytest_kvmock import Cleared, StorageTier, Stored
 
 
 class BoundedIndex:
-    """A right one: what it forgets is a hole, behind which nothing is found, and no root.
+    """A right bounded index: a forgotten block is a hole, behind which nothing is found, and not a root.
 
     Args:
-        most: how many blocks it keeps.
+        most: number of blocks that it keeps.
     """
 
     def __init__(self, most):
-        self.most, self.held = most, {}  # the chain of local hashes that ends in a block, by worker, rank and block
+        self.most, self.held = most, {}  # by worker, rank and block: the chain of local hashes that ends in the block
 
     def apply(self, event):
         key, data = (event.worker_id, event.event.dp_rank), event.event.data
@@ -53,7 +53,7 @@ class BoundedIndex:
 
 
 class HangsUnderTheRootWhatItForgot(BoundedIndex):
-    """As soon as it was full."""
+    """Stores children of forgotten blocks as roots once it has been full."""
 
     full = False
 

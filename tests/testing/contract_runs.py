@@ -1,4 +1,4 @@
-"""Running the tests of a contract by hand, and mutants that say which of them they fail."""
+"""Run the tests of a contract by hand, and collect mutants with the tests that they fail."""
 
 import pytest
 
@@ -8,10 +8,10 @@ def names_of_tests(contract):
 
 
 def failure_of(contract, name, *ends_in):
-    """What a test of a contract says against its subject; None when it passes.
+    """Return the failure message of a contract's test for its subject, or None if it passes.
 
-    An error that is no failure of the test may only be one of `ends_in`: or a mutant that does not run at all would
-    count as one that is found.
+    An exception that is not a failure of the test must be one of `ends_in`: otherwise a mutant that does not run at
+    all would count as found.
     """
     try:
         getattr(contract(), name)()
@@ -23,7 +23,7 @@ def failure_of(contract, name, *ends_in):
 class Mutants:
     """Broken subjects of one contract, each a subclass of it; `breaks` names the tests that it must fail.
 
-    A mutant may end them by errors of its own, which its `breaks` names as `ends_in`.
+    A mutant may end these tests by its own exceptions, which `breaks` names as `ends_in`.
     """
 
     def __init__(self, contract):
@@ -39,12 +39,12 @@ class Mutants:
         return note
 
     def each(self):
-        """The mutants, for `parametrize`."""
+        """Return the mutants for `parametrize`."""
         return [
             pytest.param(mutant, names, ends_in, id=f"{self.contract.__name__}-{mutant.__name__}")
             for mutant, names, ends_in in self.cases
         ]
 
     def never_failed(self):
-        """Tests of the contract that no mutant fails."""
+        """Return the tests of the contract that no mutant fails."""
         return sorted(set(names_of_tests(self.contract)).difference(*(names for _, names, _ in self.cases)))

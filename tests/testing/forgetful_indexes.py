@@ -1,6 +1,4 @@
-"""Indexes that keep the wrong blocks, lose events of a queue, leak, or join tenants: wrong ones, and their right
-twins.
-"""
+"""Indexes that keep the wrong blocks, lose queued events, leak, or mix up tenants, each with its right twin."""
 
 from collections import OrderedDict, deque
 from random import Random
@@ -27,14 +25,14 @@ def over(kind, **declared):
 
 
 class FirstIn(BoundedIndex):
-    """Right where it keeps what was stored last; a look-up keeps nothing."""
+    """Right if it keeps the latest stored blocks; a lookup keeps nothing."""
 
     def __init__(self):
         super().__init__(100)
 
 
 class LastIn(FirstIn):
-    """What is full takes nothing more."""
+    """Takes no new block once it is full."""
 
     def store(self, key, data):
         if len(self.held) + len(data.block_hashes) <= self.most:
@@ -42,7 +40,7 @@ class LastIn(FirstIn):
 
 
 class Recent(FirstIn):
-    """Right where it keeps what was looked up last, too."""
+    """Right if it keeps the latest stored blocks and the latest looked up ones."""
 
     touches = staticmethod(lambda chain, found: chain == found[: len(chain)])
 
@@ -54,13 +52,13 @@ class Recent(FirstIn):
 
 
 class TouchesTheLastBlock(Recent):
-    """A look-up touches the last block that it finds, and none before."""
+    """A lookup touches only the last block that it finds."""
 
     touches = staticmethod(lambda chain, found: chain == found)
 
 
 class Frequent(FirstIn):
-    """Keeps what was looked up most, and of others what came first."""
+    """Keeps the blocks that were looked up most, and among equals the oldest."""
 
     def __init__(self):
         super().__init__()
@@ -81,7 +79,7 @@ class Frequent(FirstIn):
 
 
 class Sampled(Recent):
-    """Right: of five that it draws it evicts the one that was used first."""
+    """Right: evicts the least recently used of five blocks drawn at random."""
 
     def __init__(self):
         super().__init__()
@@ -116,13 +114,13 @@ RIGHT = {
         CAME_LAST,
     ),
 }
-"""Contracts over right indexes, each with the tests that it is to pass."""
+"""Contracts over right indexes, each with the tests that it must pass."""
 
 # ------------------------------------------------------------------------------------------------------- a queue
 
 
 class Queue:
-    """Keeps what comes until it is flushed, or asked."""
+    """Queues events until it is flushed or queried."""
 
     most = None
 
@@ -202,7 +200,7 @@ class KeepsNamesOfAllThatWent(Tree):
 
     def __init__(self):
         super().__init__()
-        self.gone.clear()  # of the index before, so that a run says the same as the one before it
+        self.gone.clear()  # of the index before, so that each run gives the same result
 
     def apply(self, event):
         if isinstance(event.event.data, Removed):
@@ -216,7 +214,7 @@ NUMBERS = []
 class KeepsNamesInItsModule(RadixIndex):
     def __init__(self):
         super().__init__()
-        NUMBERS.clear()  # likewise
+        NUMBERS.clear()  # for the same reason
 
     def apply(self, event):
         NUMBERS.append(event.event.data)
@@ -224,7 +222,7 @@ class KeepsNamesInItsModule(RadixIndex):
 
 
 class KeepsLateNames(Tree):
-    """Right: of what went it keeps 4,000 names."""
+    """Right: keeps the names of the last 4,000 removed blocks."""
 
     def __init__(self):
         super().__init__()
@@ -239,7 +237,7 @@ class KeepsLateNames(Tree):
 
 
 class TidiesUpNowAndThen(Tree):
-    """Right: it leaves what went where it was, until there is too much of it."""
+    """Right: leaves removed blocks in place until there are too many of them."""
 
     def __init__(self):
         super().__init__()
@@ -263,7 +261,7 @@ RIGHT |= {
 
 
 class HoldsFewOfARank(RadixIndex):
-    """It has room for 50,000 blocks of a rank, and does not say so."""
+    """Has room for 50,000 blocks of a rank and does not declare it."""
 
     def apply(self, event):
         if not isinstance(event.event.data, Stored) or self.num_blocks(*event.key) < 50_000:
@@ -276,7 +274,7 @@ FORGETFUL.breaks("test_it_holds_what_a_fleet_has")(over(HoldsFewOfARank))
 
 
 class ByAllKeys(KeyedTokenIndex):
-    """Right: of a prompt it looks at what vLLM hashes with each block."""
+    """Right: looks up a prompt by all keys that vLLM hashes with each block."""
 
 
 class NoSaltBesideAnAdapter(KeyedTokenIndex):
@@ -304,7 +302,7 @@ RIGHT |= {"all keys": (over(ByAllKeys, backends=("vllm",)), CROSSED)}
 
 
 class KeyedWindows(ByWindows):
-    """Right: by the windows that names cover, and what a prompt carries."""
+    """Right: looks up by the windows that names cover, and by the keys of a prompt."""
 
     def __init__(self):
         super().__init__(True)
@@ -326,7 +324,7 @@ class KeyedWindows(ByWindows):
 
 
 class WindowsWithoutSalts(KeyedWindows):
-    """Hashes windows itself, without the salt that stands beside them."""
+    """Hashes windows itself, without the salt next to them."""
 
     def apply(self, event):
         data = event.event.data
@@ -345,7 +343,7 @@ class WindowsWithoutSalts(KeyedWindows):
 
 
 class KeepsTheFormOfAWorker(KeyedWindows):
-    """How far names look it reads once for each worker."""
+    """Reads only once for each worker how far its names look ahead."""
 
     def apply(self, event):
         form = self.forms.get(event.key)
@@ -358,7 +356,7 @@ class KeepsTheFormOfAWorker(KeyedWindows):
 
 
 class ByWindow:
-    """By names of one window alone, and the shortest one counts."""
+    """Looks up one window at a time; the shortest match counts."""
 
     counts = staticmethod(min)
 
@@ -394,7 +392,7 @@ class ByWindow:
 
 
 class AnyWindow(ByWindow):
-    """A block that any window has is held."""
+    """Takes a block as held if any window has it."""
 
     def find_matches(self, local_hashes):
         found = {}

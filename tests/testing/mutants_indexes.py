@@ -1,4 +1,4 @@
-"""Router indexes with a fault each."""
+"""Router indexes with one fault each."""
 
 from collections import Counter, deque
 from contextlib import suppress
@@ -36,11 +36,11 @@ INDEXES = Mutants(IndexContract)
 
 
 class Tree:
-    """A sound index, for the others to spoil."""
+    """A right index, from which the others derive."""
 
     def __init__(self):
         self.tree = RadixIndex()
-        self.tree._strict_removed = True  # as when the corpus was made: every unknown block is an error
+        self.tree._strict_removed = True  # as when the corpus was recorded: every unknown block is an error
 
     def apply(self, event):
         self.tree.apply(event)
@@ -202,7 +202,7 @@ class LooksOverHoles(Radix):
     class Subject(Tree):
         def apply(self, event):
             if isinstance(event.event.data, Removed) and len(event.event.data.block_hashes) == 1:
-                return  # of a single block, it waits for the ones behind it
+                return  # a single removed block stays until those behind it are removed
             super().apply(event)
 
 
@@ -319,14 +319,14 @@ class RemovesWorkersWhoseNumbersBeginAlike(IndexContract):
 
 
 class ComparesNumbersAsText(HashIndex):
-    """Has the workers in a text."""
+    """Compares worker ids as text."""
 
     def remove_worker(self, worker_id):
         self.ranks = {key: held for key, held in self.ranks.items() if not str(key[0]).startswith(str(worker_id))}
 
 
 class TakesHigherIds(Tree):
-    """Drops what has come, by its id."""
+    """Drops events with ids that it has seen."""
 
     def __init__(self):
         super().__init__()
@@ -404,7 +404,7 @@ class RemovesFromAllTiers(Radix):
 
 
 class Tiered(Tree):
-    """A sound index that tells tiers apart, for the others to spoil."""
+    """A right index with tiers, from which the others derive."""
 
     def find_tiered(self, local_hashes):
         return self.tree.find_tiered(local_hashes)
@@ -508,7 +508,7 @@ class RemembersEveryBlock(Radix):
 
 
 class Sized(Tree):
-    """A sound index that tells how many blocks it knows."""
+    """A right index that reports the number of blocks that it knows."""
 
     def __init__(self):
         super().__init__()
@@ -537,7 +537,7 @@ class Sized(Tree):
 @INDEXES.breaks("test_it_does_not_grow_with_events_that_repeat")
 class KeepsEveryStored(Radix):
     class Subject(Sized):
-        """Of each block, every Stored that named it."""
+        """Keeps every Stored of each block."""
 
         def __init__(self):
             super().__init__()
@@ -562,7 +562,7 @@ class KeepsCopiesThatAreRemoved(IndexContract):
 
 
 class CountsUpAlone(HashIndex):
-    """Drops a block at the last Removed, and its count never."""
+    """Drops a block at its last Removed, and never its count."""
 
     def __init__(self):
         super().__init__(counts=True)
@@ -577,14 +577,14 @@ class CountsUpAlone(HashIndex):
 
 
 class SizedWithin(BoundedIndex):
-    """A right one, but for what the next two do."""
+    """Right except for what the next two do."""
 
     def size(self):
         return len(self.held)
 
 
 class ABudgetForEachWorker:
-    """As many bounded indexes as there are workers."""
+    """One bounded index per worker."""
 
     def __init__(self):
         self.of = {}
@@ -618,7 +618,7 @@ class SaysThatItHoldsMoreThanItMay(IndexContract):
 
 
 class Ranks(Tree):
-    """A sound index that removes ranks."""
+    """A right index that can remove ranks."""
 
     def remove_worker_dp_rank(self, worker_id, dp_rank):
         self.tree.remove_worker_dp_rank(worker_id, dp_rank)
@@ -709,7 +709,7 @@ class Queued(Tree):
 
     def flush(self):
         while self.queue:
-            with suppress(RadixIndexError):  # what it names was lost
+            with suppress(RadixIndexError):  # the Stored of its block was lost
                 self.tree.apply(self.queue.popleft())
 
 
@@ -763,7 +763,7 @@ class RecursesOverTheChain(IndexContract):
 
 
 class Recursive(Tree):
-    """Follows each chain by calls that stand in each other."""
+    """Follows each chain by recursive calls."""
 
     def find_matches(self, local_hashes):
         def depth_of(left):
@@ -774,7 +774,7 @@ class Recursive(Tree):
 
 @INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
 class LooksEachPrefixUpWhole(IndexContract):
-    size_blocks = 20_000  # it is slow
+    size_blocks = 20_000  # the index is slow
 
     def make_index(self):
         return HashIndex()
@@ -782,14 +782,14 @@ class LooksEachPrefixUpWhole(IndexContract):
 
 @INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
 class LooksAtAllBlocksForEachOfAPrompt(IndexContract):
-    size_blocks = 20_000  # it is as slow as that
+    size_blocks = 20_000  # as slow as the one above
 
     def make_index(self):
         return Scans()
 
 
 class Scans(Tree):
-    """Has a list of blocks, and goes through it for each block of a prompt."""
+    """Scans a list of blocks for each block of a prompt."""
 
     def __init__(self):
         super().__init__()
@@ -806,14 +806,14 @@ class Scans(Tree):
 
 @INDEXES.breaks("test_a_look_up_costs_no_more_than_its_share")
 class WalksFromTheRootAtEachDepth(IndexContract):
-    size_blocks = 20_000  # it is as slow as that
+    size_blocks = 20_000  # as slow as the two above
 
     def make_index(self):
         return Walks()
 
 
 class Walks(Tree):
-    """Has a node for what an event stored, and walks from the root, node by node, at each depth of a prompt."""
+    """Makes a node of each Stored, and walks from the root for each depth of a prompt."""
 
     def __init__(self):
         super().__init__()
@@ -854,7 +854,7 @@ class KeepsBlockHashesWithoutTheirSign(IndexContract):
 
 
 class LossyTokens(IndexContract):
-    """The contract over an index by tokens that keeps of each block what `kept` gives."""
+    """The contract over an index by tokens that keeps only `kept(tokens)` of each block."""
 
     def make_index(self, block_size):
         kept = type(self).kept
@@ -919,7 +919,7 @@ class JoinsAdapterAndSalt(IndexContract):
 
 
 class Joins(KeyedTokenIndex):
-    """The names that a block carries are one text."""
+    """Joins the keys of a block to one text."""
 
     def looked_at(self, keys, extra):
         return ("".join(key if isinstance(key, str) else str(key) for key in keys or ()),)
@@ -942,7 +942,7 @@ class TakesAdapterAndSaltInAnyOrder(IndexContract):
 
 
 def of_images(which):
-    """The contract over an index that looks at some of the images of a block: each is (identifier, offset)."""
+    """Return the contract over an index that looks at some images of a block; each is (identifier, offset)."""
 
     class Subject(KeyedTokenIndex):
         def looked_at(self, keys, extra):
@@ -1014,7 +1014,7 @@ class CountsWhatComesTwiceWhereCopiesAre(IndexContract):
 
 
 class LenientCounts(HashIndex):
-    """Raises on nothing."""
+    """Never raises."""
 
     def __init__(self, counts=True):
         super().__init__(counts=counts)
@@ -1139,7 +1139,7 @@ class HangsOrphansUnderBlocksOfOtherWorkers(IndexContract):
 
 
 class OneParentForAll(HashIndex):
-    """Looks a parent up in all workers, and counts what is found at any place."""
+    """Looks up a parent among all workers, and counts a match at any position."""
 
     def apply(self, event):
         data = event.event.data
@@ -1153,7 +1153,7 @@ class OneParentForAll(HashIndex):
 
 
 class OneParentForAllRanks(HashIndex):
-    """Looks a parent up in all ranks of a worker, and takes it for its own."""
+    """Looks up a parent among all ranks of a worker, and takes it for the rank's own."""
 
     def apply(self, event):
         data, key = event.event.data, (event.worker_id, event.event.dp_rank)
@@ -1177,7 +1177,7 @@ class LowersNames(KeyedTokenIndex):
 
 
 class Paused(Tree):
-    """An index whose `apply` waits in the middle of a Stored, once, until it was asked by a thread."""
+    """Pauses once in the middle of a Stored until a thread has looked up a prompt."""
 
     def __init__(self):
         super().__init__()
@@ -1286,7 +1286,7 @@ class ByNumber(KeyedTokenIndex):
 
 
 class MisreadsGroups(IndexContract):
-    """The contract over a naive reader of cache groups."""
+    """The contract over a reader that misreads cache groups."""
 
     backends = ("vllm_gpt_oss", "vllm_gemma4")
 
@@ -1330,7 +1330,7 @@ class TakesGroupZeroForTheAttentionGroup(MisreadsGroups):
 
 
 class OneNumberForAll(HashIndex):
-    """Takes the number that the attention group of one worker has for that of all."""
+    """Uses one worker's number of the attention group for all workers."""
 
     def __init__(self):
         super().__init__(size=4)
@@ -1354,7 +1354,7 @@ class TakesTheNumberOfOneWorkerForAll(IndexContract):
 
 
 class OneKindOfANumber(HashIndex):
-    """Remembers of a number of which kind its group is, for all workers: a Removed has the number alone."""
+    """Remembers the kind of each group number for all workers together: a Removed has only the number."""
 
     def __init__(self):
         super().__init__(size=4)
@@ -1378,7 +1378,7 @@ class SharesTheKindsOfNumbers(IndexContract):
 
 
 class TakesKindsForAttention(HashIndex):
-    """Leaves out windows alone."""
+    """Ignores windows, and takes every other kind for attention."""
 
     def __init__(self):
         super().__init__(size=4)
@@ -1411,7 +1411,7 @@ class TakesTailsForBlocks(MisreadsGroups):
 
 
 class MisreadsDrafts(IndexContract):
-    """The contract over a naive reader of engines with a draft model."""
+    """The contract over a reader that misreads engines with a draft model."""
 
     reads_drafts = True
 
@@ -1449,7 +1449,7 @@ class AsksWindowsOfEveryStream(MisreadsDrafts):
 
 
 class Partial(IndexContract):
-    """The contract over the `Subject` of a mutant, with engines of which blocks may be partial."""
+    """The contract over the `Subject` of a mutant, with engines that store partial blocks."""
 
     backends = ("trtllm",)
 
@@ -1513,7 +1513,7 @@ class TakesWhatIsUpdatedForGone(Partial):
 
 @INDEXES.breaks("test_priorities_say_nothing_of_what_is_held")
 class TakesLowPrioritiesForEvicted(IndexContract):
-    """What may be evicted first counts for nothing."""
+    """Does not count blocks that may be evicted first."""
 
     backends = ("trtllm",)
 
@@ -1530,7 +1530,7 @@ class OfHighPriorities(Tree):
 
 @INDEXES.breaks("test_what_is_stored_is_on_the_level_that_it_says")
 class StoresOnTheDeviceAlone(IndexContract):
-    """It reads the levels of Updated, and none of a Stored."""
+    """Reads the levels of an Updated, and not the level of a Stored."""
 
     backends = ("trtllm",)
 
@@ -1551,7 +1551,7 @@ class WithoutStoredLevels(Tree):
 
 @INDEXES.breaks("test_a_longer_block_takes_the_place_of_its_shorter_sibling")
 class DropsTheParentOfAPartialBlock(Partial):
-    """It keeps a partial block as a part of the one before it, which goes with it."""
+    """Keeps a partial block as a part of its parent, and drops both together."""
 
     class Subject(Tree):
         def __init__(self):
@@ -1571,7 +1571,7 @@ class DropsTheParentOfAPartialBlock(Partial):
 
 @INDEXES.breaks("test_layer_groups_have_any_order")
 class TakesTheHighestGroupForAttention(Partial):
-    """As V1's windows are, which are numbered by their length."""
+    """Orders groups like V1's windows, which are numbered by their length."""
 
     reads_groups = True
 
@@ -1590,7 +1590,7 @@ class TakesTheHighestGroupForAttention(Partial):
 
 @INDEXES.breaks("test_a_block_falls_level_by_level_and_comes_back_from_any")
 class KnowsTwoLevels(Partial):
-    """It reads what falls to the first level below and what comes back from there."""
+    """Reads only moves between the device and the first level below it."""
 
     class Subject(Tree):
         takes_updates = True

@@ -1,4 +1,4 @@
-"""Block managers with a fault each."""
+"""Block managers with one fault each."""
 
 from typing import ClassVar
 from uuid import UUID
@@ -16,7 +16,7 @@ MANAGERS = Mutants(ManagerContract)
 
 
 class Spoilt(LogicalManager):
-    """A sound manager; `Says` may be another publisher."""
+    """A right manager; `Says` may be another publisher."""
 
     Says = EventPublisher
 
@@ -263,7 +263,7 @@ class SharesItsBlocks(Lru):
 
 
 def taking(kind):
-    """A manager that takes any move of a kind, and does nothing where it breaks a rule."""
+    """Return a manager that accepts any move of a kind, and ignores one that breaks a rule."""
 
     class Taking(Spoilt):
         def process(self, move):

@@ -1,4 +1,4 @@
-"""Eviction policies with a fault each."""
+"""Eviction policies with one fault each."""
 
 from itertools import count
 

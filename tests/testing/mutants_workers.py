@@ -1,4 +1,4 @@
-"""Engines with a fault each: in what stands between requests and block manager, or in the manager."""
+"""Engines with one fault each, in the block manager or between requests and block manager."""
 
 from random import SystemRandom
 
@@ -36,7 +36,7 @@ class Lru(WorkerContract):
         return harness
 
     def break_it(self, worker):
-        """For faults of the worker itself."""
+        """Break the worker itself; the default breaks nothing."""
 
 
 @WORKERS.breaks(
@@ -165,7 +165,7 @@ class GeneratesWhatItLikes(Lru):
 
 
 class Manager(WorkerContract):
-    """The contract over managers of a mutant's own."""
+    """The contract over managers that a mutant makes itself."""
 
     def make_manager(self, num_blocks, block_size, sink):
         return self.Subject(num_blocks, block_size, sink)
@@ -198,7 +198,7 @@ class HasOneManagerForAll(Manager):
 
     def make_manager(self, num_blocks, block_size, sink):
         self.made.append(Spoilt(num_blocks, block_size, sink))
-        return self.made[sink is not None]  # the first is the contract's own, to ask for its name
+        return self.made[sink is not None]  # the first one only tells the contract its name
 
 
 @WORKERS.breaks("test_open_requests_are_listed")
@@ -236,7 +236,7 @@ class DoesNotRestart(Lru):
 
 @WORKERS.breaks("test_a_restart_begins_anew")
 class KeepsABlockOverARestart(Lru):
-    """One that no prompt finds."""
+    """Keeps a block that no prompt finds."""
 
     def break_it(self, worker):
         restart = worker.restart

@@ -1,7 +1,7 @@
 """Routers of P/D pairs with one public bug each, and their right twin.
 
-A number is the row of the list of public bugs; the docstring says the bug. Each is a contract that must fail the test
-that is named with it, in these words.
+A number is the row in the list of public bugs; the docstring describes the bug. Each is a contract that must fail the
+test that is named with it, in these words.
 """
 
 from pytest_kvmock.fleets import DECODE_ALONE
@@ -13,7 +13,7 @@ WAYS = ("vllm", "vllm-mooncake", "sglang")
 
 
 class PairRouter(RightRouter):
-    """A right router of both roles, by one book and one index."""
+    """A right router of both roles, with one load book and one index."""
 
     busy_from = None
 
@@ -29,7 +29,7 @@ class PairRouter(RightRouter):
 
 
 class Pairs(RouterContract):
-    """The contract of a right router; `router` is replaced by wrong ones."""
+    """The contract of a right router; wrong ones replace `router`."""
 
     hand_over = "vllm"
     threshold = 1
@@ -40,7 +40,7 @@ class Pairs(RouterContract):
 
 
 class Silent(PairRouter):
-    """Says nothing of its loads, so that only what it does shows them."""
+    """Does not report its loads, so that only its picks show them."""
 
     loads = None
 
@@ -49,7 +49,7 @@ BUGS = []
 
 
 def bug(row, test, says, *ways, **declared):
-    """A router with a bug, which fails this test in these words, before these engines."""
+    """Register a router with a bug, which fails this test in these words, with these engines."""
 
     def note(router):
         for way in ways or WAYS:
@@ -62,7 +62,7 @@ def bug(row, test, says, *ways, **declared):
 
 @bug(1, "test_prompts_are_computed_by_prefill_workers", "was decoded alone")
 class NeverPrefills(PairRouter):
-    """modelplane 175: prefill gets no request at all, unnoticed."""
+    """modelplane 175: prefill workers get no request at all, and nothing reports it."""
 
     def pick(self, request, candidates):
         return DECODE_ALONE if request.phase == "prefill" else super().pick(request, candidates)
@@ -71,7 +71,7 @@ class NeverPrefills(PairRouter):
 @bug(2, "test_no_prefill_worker_is_not_passed_over_in_silence", "were decoded alone", "vllm", "vllm-mooncake")
 @bug(9, "test_a_prefill_worker_that_comes_up_later_is_used", "were decoded alone", "sglang")
 class FallsBackInSilence(PairRouter):
-    """llm-d-router 2427, dynamo 6678: no prefill worker is ready, and all goes to decode workers."""
+    """llm-d-router 2427, dynamo 6678: when no prefill worker is ready, all requests go to decode workers."""
 
     def pick(self, request, candidates):
         if request.phase == "prefill" and not candidates:
@@ -81,7 +81,7 @@ class FallsBackInSilence(PairRouter):
 
 @bug(3, "test_prompts_are_computed_by_prefill_workers", "carried no parameters", "vllm")
 class DropsParameters(PairRouter):
-    """vllm-project/router 46: the decode leg carries nothing."""
+    """vllm-project/router 46: the decode leg has no parameters."""
 
     def hand_over(self, request, parameters):
         return None
@@ -99,7 +99,7 @@ class ForgetsTheOtherRole(PairRouter):
 
 @bug(6, "test_the_load_of_prefill_ends_with_its_leg", "load_drift")
 class HoldsPrefill(PairRouter):
-    """llm-d-router 2243: prefill's requests are held until the end of decode, which is not declared."""
+    """llm-d-router 2243: prefill load is held until the end of decode, without being declared."""
 
     def finished(self, request):
         if request.phase == "decode":
@@ -111,7 +111,7 @@ class HoldsPrefill(PairRouter):
 
 @bug(7, "test_prompts_are_computed_by_prefill_workers", "was decoded alone", "vllm", "vllm-mooncake")
 class SkipsShortPrompts(PairRouter):
-    """llm-d-router 867: a prompt that is shorter than a block has no prefill leg, though always one is asked for."""
+    """llm-d-router 867: a prompt shorter than a block has no prefill leg, although one is always required."""
 
     def pick(self, request, candidates):
         if request.phase == "prefill" and not request.local_hashes:
@@ -121,7 +121,7 @@ class SkipsShortPrompts(PairRouter):
 
 @bug(8, "test_clients_that_leave_in_any_phase_leave_nothing", "load_drift")
 class ForgetsWhoLeft(PairRouter):
-    """dynamo 14775: a client goes away, and the decode books are never freed."""
+    """dynamo 14775: when a client disconnects, the decode load is never freed."""
 
     def finished(self, request):
         if request.status != "aborted" or request.phase == "prefill":
@@ -130,12 +130,12 @@ class ForgetsWhoLeft(PairRouter):
 
 @bug(8, "test_slow_workers_and_bad_links_leave_nothing", "load_drift")
 class ForgetsWhoLeftSlowWorkers(ForgetsWhoLeft):
-    """The same, where workers are slow and transfers fail."""
+    """The same, with slow workers and failing transfers."""
 
 
 @bug(0, "test_restarts_in_each_role_leave_nothing", "load_drift", "vllm-mooncake", "sglang")
 class KeepsWhatWasLost(PairRouter):
-    """No public report: what is lost with its worker counts until its next attempt has ended."""
+    """No public report: load that is lost with its worker counts until the next attempt has ended."""
 
     def finished(self, request):
         if request.status != "lost":
@@ -154,11 +154,11 @@ class IndexesDecodeWorkers(PairRouter):
 
 @bug(11, "test_each_role_is_asked_by_its_own_hashes", "overlap_drift")
 class AsksByTheOtherHashes(PairRouter):
-    """dynamo 9857: the prefill index is asked by the hashes of the decode side."""
+    """dynamo 9857: the prefill index is looked up by the hashes of the decode side."""
 
     def __init__(self, workers, copies=True):
         super().__init__(workers, copies)
-        self.times = 2 if copies else 1  # of vLLM's engines sizes differ, of SGLang's the draft model
+        self.times = 2 if copies else 1  # vLLM's roles differ in block size, SGLang's in the draft model
 
     def overlap(self, request):
         if request.phase == "prefill":
@@ -176,7 +176,7 @@ class KeepsNoRank(PairRouter):
 
 @bug(12, "test_legs_meet_at_ranks", "which has not that room", "sglang")
 class MakesRoomsOfItsOwn(PairRouter):
-    """sglang 39357: the prefill leg goes to the rank that was picked, the decode leg to that which the room says."""
+    """sglang 39357: the prefill leg goes to the picked rank, and the decode leg to the rank of the room."""
 
     rooms = 0
 
@@ -187,7 +187,7 @@ class MakesRoomsOfItsOwn(PairRouter):
 
 @bug(12, "test_legs_meet_at_ranks", "which has not that room", "sglang")
 class SaysTheRankOfDecode(PairRouter):
-    """dynamo 5666: the rank of its own worker is said to the decode leg, in place of that of the prefill worker."""
+    """dynamo 5666: the decode leg gets the rank of the decode worker in place of the prefill worker's."""
 
     def dispatched(self, request, worker):
         super().dispatched(request, worker)
@@ -200,7 +200,7 @@ class SaysTheRankOfDecode(PairRouter):
 
 @bug(12, "test_legs_meet_at_ranks", "which has no prefill leg of it", "vllm-mooncake")
 class AsksTheFirstRank(PairRouter):
-    """The decode leg asks the first engine that the bootstrap server names, whatever rank has the prefill leg."""
+    """The decode leg queries the first engine that the bootstrap server lists, whichever rank has the prefill leg."""
 
     def hand_over(self, request, parameters):
         return parameters.changed(remote_engine_id=parameters["remote_engine_id"].replace("_dp1", "_dp0"))
@@ -208,7 +208,7 @@ class AsksTheFirstRank(PairRouter):
 
 @bug(12, "test_it_keeps_ranks_apart", "overlap_drift")
 class MergesRanks(PairRouter):
-    """sglang 24772: what one rank holds counts for all of its worker, and a prompt is sent to another one."""
+    """sglang 24772: blocks of one rank count for all ranks of its worker, and a prompt is sent to another rank."""
 
     def overlap(self, request):
         found = super().overlap(request)
@@ -219,7 +219,7 @@ class MergesRanks(PairRouter):
 
 @bug(16, "test_decode_workers_share_what_they_have_room_for", "legs that wait for it count too")
 class CountsWhatRuns(Silent):
-    """sglang 25125: legs that wait for a full decode worker are not counted."""
+    """sglang 25125: legs that wait at a full decode worker are not counted."""
 
     def __init__(self, workers, copies=True):
         super().__init__(workers, copies)
@@ -247,7 +247,7 @@ class CountsWhatRuns(Silent):
 
 @bug(17, "test_blocks_that_it_was_never_told_of_do_not_end_it", "overlap_drift", "vllm", "vllm-mooncake")
 class GivesUpOnUnknownParents(PairRouter):
-    """llm-d-kv-cache 347: blocks below a parent that the index never saw are dropped, and all that follows."""
+    """llm-d-kv-cache 347: blocks under an unknown parent are dropped, and all later events of the worker too."""
 
     def __init__(self, workers, copies=True):
         super().__init__(workers, copies)
@@ -263,7 +263,7 @@ class GivesUpOnUnknownParents(PairRouter):
 
 @bug(19, "test_a_failed_leg_ends_its_request", "480 s later", "vllm-mooncake")
 class WaitsForTheOtherLeg(PairRouter):
-    """sglang 29482: one leg fails, and the router waits for the other until that one's timeout."""
+    """sglang 29482: one leg fails, and the router waits for the other leg until its timeout."""
 
     def leg_failed(self, request):
         return "wait"
@@ -271,7 +271,7 @@ class WaitsForTheOtherLeg(PairRouter):
 
 @bug(22, "test_nothing_is_read_after_its_lease", "kept for none of them", "vllm")
 class QueuesBetweenTheLegs(PairRouter):
-    """aws-do-eks 84: the decode leg is sent after the lease, and reads what is not kept for it."""
+    """aws-do-eks 84: the decode leg is sent after the lease, and reads blocks that are no longer kept for it."""
 
     def pick(self, request, candidates):
         if request.phase == "decode" and all(each.active_requests >= 2 for each in candidates):
@@ -288,7 +288,7 @@ class NeverAsksWhoIsBusy(PairRouter):
 
 
 class Busy(PairRouter):
-    """The right twin of the last: it has a limit, and keeps it."""
+    """The right twin of the last one: it has a limit and keeps it."""
 
     busy_from = 600
 

@@ -1,4 +1,4 @@
-"""The contracts of the routers of P/D pairs of these tests: a small one, and the plain router of the examples."""
+"""Contracts for the routers of P/D pairs in these tests: the small router, and the plain one of the examples."""
 
 import sys
 from pathlib import Path
@@ -14,7 +14,7 @@ PLAIN = Path(__file__).with_name("pair_router.py")
 
 
 def contract_of(bug, way, **traits):
-    """The contract of the small router, with one mistake."""
+    """Return the contract of the small router with one bug."""
 
     def command(self, engines):
         prefill = [f"{each.url},{each.bootstrap_port or 0}" for each in engines.of("prefill")]
@@ -39,7 +39,7 @@ def source(engine):
 
 
 def by_events(bug, way, **traits):
-    """The contract of the plain router before pairs, which reads events of prefill engines, with one mistake."""
+    """Return the contract of the plain router over pairs, which reads events of prefill engines, with one bug."""
 
     def command(self, engines):
         return [sys.executable, PLAIN, bug, way, str(engines.block_size), *map(source, engines)]

@@ -1,8 +1,8 @@
-"""The plain router of the examples before P/D pairs, right or with one mistake.
+"""The plain router of the examples in front of P/D pairs, right or with one bug.
 
-It is started as `pair_router.py BUG WAY SIZE SOURCE...`.
-A prefill engine is given as the plain router takes it, with the port of its bootstrap server: `URL=EVENTS+REPLAY@8998`;
-a decode engine as `decode:URL`. It prints its port.
+It is started as `pair_router.py BUG WAY SIZE SOURCE...` and prints its port.
+A prefill engine is given as for the plain router, with the port of its bootstrap server: `URL=EVENTS+REPLAY@8998`; a
+decode engine as `decode:URL`.
 """
 
 import asyncio
@@ -49,7 +49,7 @@ class PairRouter(Router):
         super().__init__(block_size)
         self.way, self.bug = way, bug
         self.decoders = {}  # by URL
-        self.bootstraps = {}  # of each source, the port
+        self.bootstraps = {}  # bootstrap port of each source
 
     def use(self, sources):
         decode = [each.partition(":")[2] for each in sources if each.startswith("decode:")]
@@ -97,7 +97,7 @@ class PairRouter(Router):
         return headers
 
     async def prefilled(self, request, worker, headers, body):
-        """Send a prefill leg, and return its answer: status, headers and body; None: it cannot be reached."""
+        """Send a prefill leg; return status, headers and body of its answer, or None if it cannot be reached."""
         worker.open += 1
         try:
             async with await self.send(request, worker, headers, json.dumps(body).encode()) as answer:
@@ -109,7 +109,7 @@ class PairRouter(Router):
             worker.open -= 1
 
     async def serial(self, request, body, worker, rank):
-        """One leg after the other; None: the prefill engine cannot be reached."""
+        """Send one leg after the other; return None if the prefill engine cannot be reached."""
         first = {**body, "stream": False, "max_tokens": 1, **{name: 1 for name in LIMITS if name in body}}
         first.pop("stream_options", None)
         transfer = {"transfer_id": f"xfer-{uuid.uuid4()}"}
@@ -154,8 +154,8 @@ class PairRouter(Router):
         return decoder
 
     async def decoded(self, request, decoder, body, prefill=None):
-        """Send a decode leg and pass its answer on; its head waits for its first part, or the end of a prefill leg that
-        is open with it, whose error the client gets.
+        """Send a decode leg and pass on its answer. The head waits for the first part of the answer, or for the end of
+        a prefill leg that is open at the same time, whose error the client gets.
         """
         decoder.open += 1
         data = json.dumps(body).encode()
@@ -191,13 +191,13 @@ class PairRouter(Router):
                 await answer.write(part)
                 part = await upstream.content.readany()
         except ConnectionError:
-            pass  # the client has gone
+            pass  # the client has disconnected
         except ClientError:
             self.cut(request)
         return answer
 
     async def at_once(self, request, body, worker, rank):
-        """Both legs together; None: the prefill engine cannot be reached."""
+        """Send both legs together; return None if the prefill engine cannot be reached."""
         source = next(source for source, each in self.workers.items() if each is worker)
         place = {"bootstrap_host": urlsplit(worker.url).hostname, "bootstrap_port": self.bootstraps[source]}
         both = {**body, **place, "bootstrap_room": random.getrandbits(62)}

@@ -1,4 +1,4 @@
-"""Running the tests of a `ProcessContract` by hand, before a process with a mistake."""
+"""Run the tests of a `ProcessContract` by hand, over a process with one bug."""
 
 import inspect
 import sys
@@ -22,7 +22,7 @@ PROGRAM = Path(__file__).with_name("wrong_router.py")
 
 
 def of_bug(name, **traits):
-    """The contract of the plain router with one mistake."""
+    """Return the contract of the plain router with one bug."""
 
     def command(self, engines):
         return [sys.executable, PROGRAM, name, str(engines.block_size), *map(source_of, engines)]
@@ -31,12 +31,12 @@ def of_bug(name, **traits):
 
 
 def right_for(dialect):
-    """The contract of the right router that reads a dialect."""
+    """Return the contract of the right router that reads a dialect."""
     return OfPlainRouter if find_dialect(dialect).form == "map" else of_bug(f"reads_{dialect}", timeout_s=10.0)
 
 
 def blocks_of_chat(self, prompt, **keys):
-    """What the right router that reads chats answers of one whose message is a prompt."""
+    """Return the blocks that the right router for chats reports for a chat with the prompt as its message."""
     body = {"messages": [{"role": "user", "content": prompt}], "model": keys.get("lora_name") or self.engines.model}
     rows = ask(self.url, "POST", "/blocks", body | {"cache_salt": keys.get("cache_salt")})
     workers = {engine.url: engine.worker for engine in self.engines}
@@ -44,7 +44,7 @@ def blocks_of_chat(self, prompt, **keys):
 
 
 def adapter_loaded(self, name, path):
-    """Tell a router that hears of adapters."""
+    """Notify a router of a loaded adapter."""
     ask(self.url, "POST", "/adapters", {"name": name, "path": path})
 
 
@@ -59,11 +59,11 @@ DECLARED = {
     "keeps_what_a_reloaded_adapter_had": ADAPTERS,
     "hashes_by_the_page": {"learns_block_size": True},
 }
-"""What is declared of wrong routers, without which they are not judged."""
+"""Declarations of wrong routers, without which they are not judged."""
 
 
 def with_ids(contract):
-    """The contract of a router that is told the ids of workers, too, after each source."""
+    """Return the contract of a router that also gets the worker id after each source."""
 
     def source(engine):
         return f"{source_of(engine)}#{engine.worker}"
@@ -88,11 +88,11 @@ RIGHT_DESIGNS = {
     "weighs_hosts": HOSTS,
     "reads_look_ahead": {"reads_drafts": True},
 }
-"""Routers that are right in another way than the plain one, and what is declared of each."""
+"""Routers that are right in other ways than the plain one, with their declarations."""
 
 
 def patient(self, process):
-    """Wait for the port of a process for 20 s, so that a wrong one is waited for 2 s alone."""
+    """Wait up to 20 s for the port of a process, where a wrong one is given 2 s."""
     for _ in range(10):
         try:
             return f"http://127.0.0.1:{process.line()}"
@@ -103,7 +103,7 @@ def patient(self, process):
 
 
 def outcome_of(contract, name, dialect="vllm-0.33"):
-    """Run a test of a contract, and return "" where it passes, else how it ends: "failed: ..." or "skipped: ..."."""
+    """Run a test of a contract; return "" if it passes, else its end: "failed: ..." or "skipped: ..."."""
     method = getattr(contract(), name)
     profile = {}
     for mark in (*getattr(contract, "pytestmark", ()), *getattr(method, "pytestmark", ())):

@@ -10,7 +10,7 @@ REPORTED = Mutants(IndexContract)
 
 
 class NoRemovedAfterAReport(RadixIndex):
-    """A Removed is ignored."""
+    """Ignores each Removed."""
 
     def apply(self, event):
         if not isinstance(event.event.data, Removed):
@@ -18,7 +18,7 @@ class NoRemovedAfterAReport(RadixIndex):
 
 
 class BelievesReports(RadixIndex):
-    """A block that was ever stored from the root twice is never removed."""
+    """Never removes a block that was stored from the root twice."""
 
     def __init__(self):
         super().__init__(count_copies=True)
@@ -34,7 +34,7 @@ class BelievesReports(RadixIndex):
 
 
 class EndsAtAReport(RadixIndex):
-    """A Stored of what is held is taken for its end."""
+    """Takes a Stored of a held block for its removal."""
 
     def apply(self, event):
         data = event.event.data
@@ -47,7 +47,7 @@ class EndsAtAReport(RadixIndex):
 
 
 class LearnsNothingFromReports(RadixIndex):
-    """A Stored from the root whose first block is held is left out."""
+    """Ignores a Stored from the root if its first block is held."""
 
     def apply(self, event):
         data = event.event.data

@@ -1,5 +1,5 @@
-"""Right indexes of the kinds that people write: by edges, by hashes, by tokens, by an engine's names; and what is
-declared of each.
+"""Right indexes of the kinds that people write: by edges, by hashes, by tokens, by an engine's names; with their
+declarations.
 """
 
 from collections import Counter, defaultdict
@@ -13,7 +13,7 @@ from pytest_kvmock.testing import IndexContract
 
 
 class Edges:
-    """Edges from parent to child by local hash, as own-index.md has them: a removed block leaves those of its
+    """Edges from parent to child by local hash, as in own-index.md: a removed block keeps the edges to its
     children.
     """
 
@@ -24,7 +24,7 @@ class Edges:
     def apply(self, event):
         data, key = event.event.data, (event.worker_id, event.event.dp_rank)
         blocks, edges, copies = self.ranks.setdefault(key, ({}, {}, Counter()))
-        if self.obeys:  # they left before the event
+        if self.obeys:  # they were removed before the event
             self.remove(key, (event.extra or {}).get("silently_gone", ()))
         if isinstance(data, Cleared):
             self.ranks[key] = {}, {}, Counter()
@@ -47,7 +47,7 @@ class Edges:
                 continue
             copies[block] -= 1
             if copies[block] < 1:
-                del copies[block]  # what is gone leaves nothing
+                del copies[block]  # nothing stays of a removed block
                 edge = blocks.pop(block)
                 if edges.get(edge) == block:
                     del edges[edge]
@@ -69,7 +69,7 @@ class Edges:
 
 
 class ByPlace:
-    """Asked by tokens, and by what vLLM hashes with them: an image counts with its place in a block."""
+    """Looks up by tokens and by what vLLM hashes with them: an image counts with its offset in a block."""
 
     def __init__(self, size, *, counts=False):
         self.size, self.counts, self.held = size, counts, {}
@@ -104,7 +104,7 @@ class ByPlace:
 
 
 class ByEngineNames:
-    """Computes vLLM's names from tokens, and looks them up, as kthena, AIBrix and llm-d do; it counts copies."""
+    """Computes vLLM's names from tokens and looks them up, like kthena, AIBrix and llm-d; it counts copies."""
 
     def __init__(self, size, algorithm="sha256_cbor", seed="0"):
         self.size, self.hasher = size, VllmHasher(algorithm=algorithm, seed=seed)
@@ -120,7 +120,7 @@ class ByEngineNames:
             for block in data.block_hashes:
                 held[block] -= 1
                 if held[block] < 1:
-                    del held[block]  # what is gone leaves nothing
+                    del held[block]  # nothing stays of a removed block
         elif isinstance(data, Cleared):
             held.clear()
 
@@ -139,7 +139,7 @@ class ByEngineNames:
 
 
 class AllTiersAlike(Edges):
-    """A block counts in whichever tier it is, once: HiCache loads it for nothing."""
+    """Counts a block once, in whichever tier it is: loading from HiCache costs nothing."""
 
     def __init__(self):
         self.tiers = {tier: Edges() for tier in StorageTier}
@@ -174,7 +174,7 @@ def _on_device(event):
 
 
 class LongestWindow(Edges):
-    """Takes the longest window that it has seen of a rank for its attention group, by every event."""
+    """Takes the longest window seen in any event of a rank for its attention group."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -192,7 +192,7 @@ class LongestWindow(Edges):
 
 
 class Reference:
-    """The reference index, which raises on nothing."""
+    """The reference index, which never raises."""
 
     def __init__(self, **options):
         self.index = RadixIndex(**options)
@@ -211,7 +211,7 @@ class Reference:
 
 
 class Attention(Dense):
-    """The attention group of a hybrid model, of which it forgets the tokens of what is gone."""
+    """The attention group of a hybrid model, without the tokens of removed blocks."""
 
     def learn(self, event):
         if event["parent_block_hash"] is None or event["parent_block_hash"] in self.prefixes:
@@ -266,14 +266,14 @@ class OfReference(IndexContract):
 
 
 class OfAttention(IndexContract):
-    """By tokens, of what the attention group of a hybrid model holds."""
+    """Looks up by tokens the blocks of a hybrid model's attention group."""
 
     def make_index(self, block_size):
         return UnderTest(Attention, {"block_size": block_size})
 
 
 class OfWindows(IndexContract):
-    """By tokens, and the tokens after them that names cover, of engines with a draft model."""
+    """Looks up by tokens and the next tokens that names cover, for engines with a draft model."""
 
     def make_index(self, block_size):
         return ByWindows(self.traits.copies, block_size)

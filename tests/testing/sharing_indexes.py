@@ -1,4 +1,4 @@
-"""Indexes that misread stores which workers share."""
+"""Indexes that misread stores shared by workers."""
 
 from contract_runs import Mutants
 
@@ -11,7 +11,7 @@ TIERS = (StorageTier.DISK, StorageTier.EXTERNAL)
 
 
 def sharing(kind, stores=STORES, backends=("vllm",)):
-    """The contract of an index that is told of stores."""
+    """Return the contract of an index that is given the stores."""
 
     def make_index(self):
         traits = self.traits
@@ -21,14 +21,14 @@ def sharing(kind, stores=STORES, backends=("vllm",)):
 
 
 class CreditsThePublisher(RadixIndex):
-    """A store's block is its publisher's."""
+    """Credits a store's block to its publisher."""
 
     def __init__(self, *, stores, **traits):
         super().__init__(**traits)
 
 
 class CreditsAll(RadixIndex):
-    """All workers that are known can load from any store."""
+    """Credits a store's block to all known workers."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -40,7 +40,7 @@ class CreditsAll(RadixIndex):
 
 
 class CountsAnnouncements(RadixIndex):
-    """A block is there as long as somebody's Removed is missing."""
+    """Keeps a block until each worker that announced it has removed it."""
 
     def __init__(self, **more):
         super().__init__(**more)
@@ -57,7 +57,7 @@ class CountsAnnouncements(RadixIndex):
 
 
 class WithholdsFromTheCleared(RadixIndex):
-    """A worker that was cleared is credited nothing of a store."""
+    """Credits no store block to a worker after a Cleared."""
 
     cleared = None
 
@@ -74,7 +74,7 @@ class WithholdsFromTheCleared(RadixIndex):
 
 
 class CreditsWhoHasLeft(RadixIndex):
-    """What a store has is promised to a worker that was removed."""
+    """Promises a store's blocks to a removed worker."""
 
     def remove_worker(self, worker_id):
         super().remove_worker(worker_id)
@@ -82,7 +82,7 @@ class CreditsWhoHasLeft(RadixIndex):
 
 
 class ForgetsWhoComesBack(RadixIndex):
-    """A worker that was removed is credited nothing of a store, though it has come back."""
+    """Credits no store block to a worker that was removed and has returned."""
 
     def __init__(self, **more):
         super().__init__(**more)
@@ -101,7 +101,7 @@ class ForgetsWhoComesBack(RadixIndex):
 
 
 class JumpsHoles(RadixIndex):
-    """What is in a store counts, wherever it stands."""
+    """Counts a store's blocks at any position of a prompt."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -113,7 +113,7 @@ class JumpsHoles(RadixIndex):
 
 
 class TakesItForTheDevice(RadixIndex):
-    """A tier that it does not know is the device."""
+    """Takes an unknown tier for the device."""
 
     def apply(self, event):
         if event.storage_tier in TIERS:
@@ -122,7 +122,7 @@ class TakesItForTheDevice(RadixIndex):
 
 
 class MakesAWorkerOfIt(RadixIndex):
-    """A store is a worker with an id of its own."""
+    """Makes a store a worker with an id of its own."""
 
     def apply(self, event):
         super().apply(event)
@@ -131,7 +131,7 @@ class MakesAWorkerOfIt(RadixIndex):
 
 
 class ClearsItWithAWorker(RadixIndex):
-    """What happens to a worker happens to its stores."""
+    """Clears a store when one of its workers is cleared or removed."""
 
     def apply(self, event):
         super().apply(event)
@@ -146,7 +146,7 @@ class ClearsItWithAWorker(RadixIndex):
 
 
 class RemovesFromTheWorkersToo(RadixIndex):
-    """A Removed takes a block from wherever it is."""
+    """Removes a block from all places at a Removed of the store."""
 
     def apply(self, event):
         super().apply(event)
@@ -156,7 +156,7 @@ class RemovesFromTheWorkersToo(RadixIndex):
 
 
 class ReadsAPartOfAChunk(RadixIndex):
-    """A chunk of a store is a block, whatever its size."""
+    """Takes a chunk of a store for one block, whatever its size."""
 
     def __init__(self, *, chunk, **more):
         super().__init__(chunk=None if chunk is None else 1, **more)

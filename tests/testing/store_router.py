@@ -1,7 +1,7 @@
 """The plain router of the examples with an index of a store that the first two workers share, as a process:
 python store_router.py DESIGN 16 URL=EVENTS+REPLAY...
 
-Each design is a function here; its docstring says what is wrong, or that nothing is.
+Each design is a function here; its docstring names its bug, or says "No mistake".
 """
 
 import asyncio
@@ -15,8 +15,8 @@ from aiohttp import web
 from plain_router import Cache, Router, Worker
 
 DESIGNS = {}
-MEDIA = {"STORAGE"}  # of the store
-WORTH = 0.5  # of a block in the store, compared with one on a device
+MEDIA = {"STORAGE"}  # media of the store
+WORTH = 0.5  # value of a block in the store, compared with one on a device
 
 
 def design(change):
@@ -25,22 +25,22 @@ def design(change):
 
 
 class Store:
-    """The store, as streams tell of it."""
+    """The store according to event streams."""
 
     def __init__(self):
-        self.caches = []  # of its workers
+        self.caches = []  # caches of its workers
         self.all_caches = []
         self.missed = set()
 
     def blocks_of(self, cache):
-        """Return the prefixes that can be loaded to the worker of a cache."""
+        """Return the prefixes that the worker of a cache can load."""
         if cache not in self.caches:
             return set()
         return set().union(*(each.stored for each in self.caches)) - self.missed
 
 
 store = Store()
-names_of = {}  # prefixes by the engine's name of a block, whoever has published it
+names_of = {}  # prefixes by the engine's name of a block, from any publisher
 
 
 def prefixes(root, tokens, size):
@@ -50,7 +50,7 @@ def prefixes(root, tokens, size):
 
 
 def promised(worker, root, tokens):
-    """Return how many blocks of a prompt a worker can load, from where its device ends."""
+    """Return the number of blocks of a prompt that a worker can load from the store after those on its device."""
     cache = worker.ranks[0].cache
     held, there = cache.overlap(root, tokens), store.blocks_of(cache)
     count = 0
@@ -63,7 +63,7 @@ def promised(worker, root, tokens):
 
 @design
 def counts_a_store():
-    """No mistake: what any worker of the store has announced, all of them can load."""
+    """No mistake: all workers of the store can load the blocks that any of them has announced."""
     apply, clear, overlap, use, blocks = Cache.apply, Cache.clear, Worker.overlap, Router.use, Router.blocks
 
     def cleared(self):
@@ -103,14 +103,14 @@ def counts_a_store():
 
 @design
 def leaves_stores_out():
-    """No mistake: what a store has counts for nothing."""
+    """No mistake: blocks of a store count for nothing."""
     counts_a_store()
     store.blocks_of = lambda cache: set()
 
 
 @design
 def lowers_after_a_miss():
-    """No mistake: what an engine was promised and did not reuse is promised to no worker again."""
+    """No mistake: blocks that were promised and not reused are promised to no worker again."""
     counts_a_store()
     complete = Router.complete
 
@@ -133,7 +133,7 @@ def lowers_after_a_miss():
 
 @design
 def credits_the_publisher():
-    """A block of a store is its publisher's."""
+    """Credits a block of a store to its publisher."""
     counts_a_store()
     store.blocks_of = lambda cache: cache.stored
 
@@ -147,7 +147,7 @@ def credits_all():
 
 @design
 def takes_a_store_for_the_device():
-    """A medium that it does not know is the device."""
+    """Takes an unknown medium for the device."""
     counts_a_store()
     apply = Cache.apply
 
@@ -159,21 +159,21 @@ def takes_a_store_for_the_device():
 
 @design
 def counts_mooncake():
-    """No mistake: the store is Mooncake's, whose medium is cpu in small letters."""
+    """No mistake: the store is Mooncake's, whose medium is `cpu` in lower case."""
     MEDIA.add("cpu")
     counts_a_store()
 
 
 @design
 def takes_mooncake_for_the_device():
-    """A medium that it does not know is the device."""
+    """Takes an unknown medium for the device."""
     MEDIA.add("cpu")
     takes_a_store_for_the_device()
 
 
 @design
 def clears_a_store_with_a_worker():
-    """What happens to a worker happens to what it has announced."""
+    """Clears the announced blocks of a worker when the worker is cleared."""
     counts_a_store()
     clear = Cache.clear
 
@@ -186,7 +186,7 @@ def clears_a_store_with_a_worker():
 
 @design
 def jumps_holes():
-    """A prompt is promised whole of which the store has one block."""
+    """Promises a whole prompt if the store has one block of it."""
     counts_a_store()
 
     def whole(worker, root, tokens):

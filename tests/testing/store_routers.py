@@ -1,4 +1,4 @@
-"""Routers that misread stores which workers share, and right ones."""
+"""Routers that misread stores shared by workers, and right ones."""
 
 import sys
 from pathlib import Path
@@ -28,7 +28,7 @@ def contract(kind, seed=0, **traits):
 
 
 class Counting(OfOwners):
-    """It sends a prompt to who can load most of it, from a store too."""
+    """Sends a prompt to the worker that can load most of it, from a store too."""
 
     def cost(self, request, worker, overlap):
         return super().cost(request, worker, overlap + self.promised(request).get(worker, 0))
@@ -38,7 +38,7 @@ class Counting(OfOwners):
 
 
 class LeavesStoresOut(RightRouter):
-    """Events of a store change nothing."""
+    """Ignores events of a store."""
 
     def apply(self, event):
         if event.storage_tier is not StorageTier.DISK:
@@ -51,7 +51,7 @@ class LeavesThemOutOfItsAnswers(OfOwners):
 
 
 class LowersAfterAMiss(Counting):
-    """A promise that an engine did not keep is not made again, to any worker."""
+    """Does not repeat a promise that an engine did not keep, for any worker."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -86,7 +86,7 @@ class OfChunks(OfOwners):
 
 
 class CreditsAPartOfAChunk(OfChunks):
-    """It takes a chunk apart, and credits its blocks one by one."""
+    """Splits a chunk and credits its blocks one by one."""
 
     def overlap_by_owner(self, request):
         found = super().overlap_by_owner(request)["chunks"]
@@ -94,7 +94,7 @@ class CreditsAPartOfAChunk(OfChunks):
 
 
 class CountsFarAsTheDevice(RightRouter):
-    """Mooncake's blocks are the device's."""
+    """Counts Mooncake's blocks as the device's."""
 
     def __init__(self, workers):
         super().__init__(workers, copies=True)
@@ -109,7 +109,7 @@ RIGHT = (OfOwners, Counting, LeavesStoresOut, LeavesThemOutOfItsAnswers, LowersA
 
 
 class CountsTheTierAsTheDevice(RightRouter):
-    """Whatever medium it does not know is the device."""
+    """Takes an unknown medium for the device."""
 
     def __init__(self, workers):
         super().__init__(workers, copies=True)
@@ -121,7 +121,7 @@ class CountsTheTierAsTheDevice(RightRouter):
 
 
 class MakesAWorkerOfAStore(RightRouter):
-    """What is in no tier that it knows is of a worker of its own."""
+    """Makes each unknown tier a worker."""
 
     def apply(self, event):
         super().apply(event)
@@ -130,7 +130,7 @@ class MakesAWorkerOfAStore(RightRouter):
 
 
 class CreditsThePublisher(Counting):
-    """A block of a store is its publisher's."""
+    """Credits a store's block to its publisher."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -145,13 +145,13 @@ class CreditsThePublisher(Counting):
 
 
 class SendsToThePublisher(CreditsThePublisher):
-    """The same, of which it says nothing."""
+    """The same, without reporting it."""
 
     overlap_by_owner = None
 
 
 class CreditsAll(Counting):
-    """All workers can load from a store."""
+    """Credits a store's blocks to all workers."""
 
     def overlap_by_owner(self, request):
         most = max(super().overlap_by_owner(request)["disk"].values(), default=0)
@@ -159,7 +159,7 @@ class CreditsAll(Counting):
 
 
 class ClearsAStoreWithAWorker(Counting):
-    """What happens to a worker happens to its store."""
+    """Clears a store when one of its workers is removed."""
 
     def worker_removed(self, worker):
         super().worker_removed(worker)
@@ -181,7 +181,7 @@ class CreditsWhoHasLeft(Counting):
 
 
 class JumpsHoles(Counting):
-    """What is in a store counts, wherever it stands."""
+    """Counts a store's blocks at any position of a prompt."""
 
     def __init__(self, workers):
         super().__init__(workers)

@@ -1,4 +1,4 @@
-"""`IndexContract.dcp`: an index that is given the page finds out how large blocks are, or says so."""
+"""`IndexContract.dcp`: an index that is given the page size detects the block size, or refuses larger blocks."""
 
 import pytest
 from untold_indexes import DropsLargerBlocks
@@ -25,11 +25,11 @@ def contract(make, **attributes):
     [lambda self: RadixIndex(), lambda self, block_size: RefusesLargerBlocks(block_size)],
     ids=["finds out", "refuses"],
 )
-def test_an_index_that_finds_out_or_refuses_passes(make):
+def test_an_index_that_detects_or_refuses_larger_blocks_passes(make):
     getattr(contract(make, dcp=4), NAME)()
 
 
-def test_an_index_that_goes_by_the_page_is_found():
+def test_an_index_that_assumes_the_page_size_is_found():
     with pytest.raises(AssertionError):
         getattr(contract(lambda self, block_size: DropsLargerBlocks(block_size), dcp=4), NAME)()
 

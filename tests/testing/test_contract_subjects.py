@@ -1,4 +1,4 @@
-"""A contract that is applied to something that is not what it says fails in one clear line, and by no other error."""
+"""A contract over an invalid subject fails in one clear line, and with no other error."""
 
 import asyncio
 from dataclasses import replace
@@ -183,7 +183,7 @@ CASES = [
 @pytest.mark.parametrize(
     ("contract", "line"), CASES, ids=[f"{number} {line[:40]}" for number, (_, line) in enumerate(CASES)]
 )
-def test_every_test_fails_in_one_line_that_says_what_is_wrong(contract, line):
+def test_every_test_fails_in_one_line_for_an_invalid_subject(contract, line):
     expected = f"Failed: TestMine: {line}"
     with registered({}):
         assert {failure_of(contract, name) for name in names_of_tests(contract)} == {expected}
@@ -209,13 +209,13 @@ def test_every_test_fails_in_one_line_that_says_what_is_wrong(contract, line):
     ],
     ids=["neither question", "not empty"],
 )
-def test_an_index_that_lacks_something_is_named(index, line):
+def test_an_index_that_lacks_a_method_is_named(index, line):
     failure = failure_of(subject(IndexContract, make_index=lambda self: index()), "test_a_question_changes_nothing")
     assert failure.endswith(f": {line}")
     assert "\n" not in failure
 
 
-def test_a_size_that_is_not_a_number_is_shown():
+def test_an_invalid_answer_of_size_is_shown():
     class Sized(RadixIndex):
         def size(self):
             return "large"
@@ -226,7 +226,7 @@ def test_a_size_that_is_not_a_number_is_shown():
     )
 
 
-def test_an_index_that_grows_is_told_by_how_much():
+def test_an_index_that_grows_is_reported_with_its_growth():
     class Sized(RadixIndex):
         events = 0
 
@@ -267,7 +267,7 @@ def test_a_failure_in_live_traffic_names_backend_seed_and_program():
     assert raised.value.__notes__ == [f"at step {len(program) - 1} of the program: {program.steps[-1]!r}"]
 
 
-def test_a_fault_in_live_traffic_is_told_with_its_smallest_reproduction():
+def test_a_fault_in_live_traffic_is_reported_with_its_smallest_reproduction():
     class Needs(RadixIndex):
         def __init__(self, something):
             super().__init__()
@@ -290,7 +290,7 @@ class IgnoresRemoved(RadixIndex):
 @pytest.mark.parametrize(
     "make_index", [lambda self: IgnoresRemoved(), lambda self, size: IgnoresRemoved()], ids=["plain", "by size"]
 )
-def test_a_reproduction_of_a_contract_fails_below_it_without_a_fixture_of_the_index(pytester, backend, make_index):
+def test_a_reproduction_of_a_contract_runs_in_its_module_without_an_index_fixture(pytester, backend, make_index):
     takes = "self" if make_index.__code__.co_argcount == 1 else "self, block_size"
     asserts = "        assert 4 == block_size\n" * (takes != "self")
     asserts += f"        assert {backend == 'vllm'} == self.traits.copies\n"
@@ -317,7 +317,7 @@ def test_a_reproduction_of_a_contract_fails_below_it_without_a_fixture_of_the_in
     result.stdout.fnmatch_lines(["*index_drift*"])
 
 
-def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
+def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_reported_with_the_reason():
     class Forgets(RadixIndex):
         made = 0
 
@@ -398,7 +398,7 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_told_why():
         ),
     ],
 )
-def test_a_test_of_what_an_index_does_not_have_is_skipped_and_says_what_was_not_checked(name, why):
+def test_a_test_of_a_missing_method_is_skipped_with_what_was_not_checked(name, why):
     class Plain:
         def apply(self, event):
             pass
@@ -416,7 +416,7 @@ class Async(RadixIndex):
         super().apply(event)
 
 
-def test_an_async_index_without_a_loop_is_refused():
+def test_an_async_index_without_a_run_method_is_refused():
     contract = subject(IndexContract, make_index=lambda self: Async())
     assert failure_of(contract, "test_a_stored_prompt_is_found_whole") == (
         "Failed: TestMine: the index is async, and a contract has no loop: define run(self, awaitable), which runs it "
@@ -425,7 +425,7 @@ def test_an_async_index_without_a_loop_is_refused():
 
 
 @pytest.mark.parametrize("given", [999, "many", None])
-def test_a_size_that_is_too_small_is_refused(given):
+def test_an_invalid_size_blocks_is_refused(given):
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), size_blocks=given)
     for name in ("test_it_holds_what_a_fleet_has", "test_a_look_up_costs_no_more_than_its_share"):
         assert failure_of(contract, name) == (
@@ -435,14 +435,14 @@ def test_a_size_that_is_too_small_is_refused(given):
 
 @pytest.mark.parametrize("name", ["threads", "reads_groups", "reads_drafts"])
 @pytest.mark.parametrize("given", ["yes", 1, None])
-def test_what_an_index_declares_is_true_or_false(name, given):
+def test_declarations_of_an_index_must_be_true_or_false(name, given):
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), **{name: given})
     assert failure_of(contract, "test_a_new_index_is_empty") == (
         f"Failed: TestMine: {name} must be True or False, got {given!r}"
     )
 
 
-def test_a_bound_that_nobody_declares_is_told_of_with_what_is_found():
+def test_an_undeclared_bound_is_reported_with_the_number_of_blocks_found():
     class Stops(RadixIndex):
         stored = 0
 
@@ -460,7 +460,7 @@ def test_a_bound_that_nobody_declares_is_told_of_with_what_is_found():
     )
 
 
-def test_an_index_that_finds_too_much_is_not_told_of_bounds():
+def test_an_index_that_finds_too_much_gets_no_advice_on_bounds():
     class OneRank(RadixIndex):
         def apply(self, event):
             super().apply(replace(event, event=replace(event.event, dp_rank=0)))
@@ -473,7 +473,7 @@ def test_an_index_that_finds_too_much_is_not_told_of_bounds():
     )
 
 
-def test_an_async_index_is_not_asked_from_threads():
+def test_an_async_index_is_not_queried_from_threads():
     contract = subject(
         IndexContract, make_index=lambda self: Async(), threads=True, run=lambda self, call: asyncio.run(call)
     )
@@ -482,7 +482,7 @@ def test_an_async_index_is_not_asked_from_threads():
     )
 
 
-def test_prompts_that_no_engine_of_the_backends_takes_are_skipped():
+def test_tests_of_prompts_that_no_engine_of_the_backends_accepts_are_skipped():
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("hash_cache",))
     with pytest.raises(pytest.skip.Exception) as skipped:
         contract().test_salts_are_told_apart()
@@ -491,7 +491,7 @@ def test_prompts_that_no_engine_of_the_backends_takes_are_skipped():
     )
 
 
-def test_copies_that_no_engine_of_the_backends_publishes_are_skipped():
+def test_tests_of_copies_that_no_engine_of_the_backends_publishes_are_skipped():
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=("lru",))
     with pytest.raises(pytest.skip.Exception) as skipped:
         contract().test_a_block_is_held_until_its_last_copy_is_removed()
@@ -501,7 +501,7 @@ def test_copies_that_no_engine_of_the_backends_publishes_are_skipped():
 
 
 @pytest.mark.parametrize("backend", ["vllm_mtp", "vllm_gpt_oss"])
-def test_copies_are_checked_over_an_engine_whose_repeated_prompt_loses_none(backend):
+def test_copies_are_checked_over_an_engine_that_loses_none_of_a_repeated_prompt(backend):
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=(backend,))
     assert failure_of(contract, "test_a_block_is_held_until_its_last_copy_is_removed") == (
         "AssertionError: looked up abc: expected {0: 3}, the index answered {}\nthe index was given, in this order:\n"
@@ -509,7 +509,7 @@ def test_copies_are_checked_over_an_engine_whose_repeated_prompt_loses_none(back
     )
 
 
-def test_an_answer_that_cannot_be_read_is_shown_with_what_the_index_was_told():
+def test_an_unreadable_answer_is_shown_with_the_events_that_the_index_received():
     class Answers(RadixIndex):
         def find_matches(self, local_hashes):
             return 4
@@ -523,7 +523,7 @@ def test_an_answer_that_cannot_be_read_is_shown_with_what_the_index_was_told():
 
 
 class WantsEveryId(RadixIndex):
-    """Takes the events of a rank by their ids alone, as a router with a cursor does."""
+    """Requires consecutive event ids for each rank, like a router with a cursor."""
 
     def __init__(self):
         super().__init__()
@@ -554,7 +554,7 @@ def test_the_events_of_a_contract_have_ids_without_a_gap(name):
     assert None is failure_of(OfEveryId, name)
 
 
-def test_what_a_prompt_carries_is_cut_where_it_reads():
+def test_keys_of_a_prompt_are_shortened_to_the_readable_part():
     class TakesNoKeys:
         def __init__(self):
             self.tree = RadixIndex()
@@ -572,8 +572,8 @@ def test_what_a_prompt_carries_is_cut_where_it_reads():
     assert f"worker 0 stored abc with multimodal={item}\n" in failure
 
 
-def test_a_long_chain_is_its_number_of_blocks():
-    """Its letters are none that anybody reads."""
+def test_a_long_chain_is_shown_as_its_number_of_blocks():
+    """Its letters would be unreadable."""
 
     class Short(RadixIndex):
         def find_matches(self, local_hashes, early_exit=False):
@@ -590,13 +590,13 @@ def test_a_long_chain_is_its_number_of_blocks():
 @pytest.mark.parametrize(
     ("backends", "least"), [(None, 4), (("lru", "vllm_gemma4"), 4), (("vllm", "vllm_deepseek_v4"), 64)]
 )
-def test_the_blocks_of_an_index_are_the_least_that_all_backends_allow(backends, least):
+def test_the_block_size_of_an_index_contract_is_the_smallest_that_all_backends_allow(backends, least):
     contract = subject(IndexContract, make_index=lambda self: RadixIndex(), backends=backends)
     assert least == contract.block_size == contract().block_size
     contract().test_a_stored_prompt_is_found_whole()
 
 
-def test_no_block_size_may_fit_all_backends():
+def test_backends_without_a_common_block_size_are_refused():
     def make(**sizes):
         if sizes["block_size"] != 3:
             raise ValueError(f"block_size must be 3, got {sizes['block_size']}")
@@ -626,7 +626,7 @@ SHORT = "kvmock: test_mine.py::TestMine: not judged: copies of a block, cache gr
 @pytest.mark.parametrize(
     ("options", "expected"), [([], SHORT), (["-n2"], SHORT), (["-v"], NOT_JUDGED)], ids=["plain", "xdist", "verbose"]
 )
-def test_tests_that_an_index_skipped_are_one_line_at_the_end(pytester, options, expected):
+def test_tests_that_an_index_skipped_are_summed_up_in_one_line(pytester, options, expected):
     pytester.makepyfile(
         test_mine="""
         from pytest_kvmock import RadixIndex

@@ -1,4 +1,4 @@
-"""Each contract finds what is broken: mutants, and the tests by name that they fail."""
+"""Each contract finds broken subjects: mutants with the names of the tests that they must fail."""
 
 import pytest
 from contract_runs import failure_of
@@ -12,7 +12,7 @@ ALL = [POLICIES, MANAGERS, WORKERS, INDEXES]
 
 
 @pytest.mark.parametrize(("mutant", "names", "ends_in"), few((case for mutants in ALL for case in mutants.each()), 40))
-def test_a_mutant_fails_the_tests_that_are_about_its_fault(mutant, names, ends_in):
+def test_a_mutant_fails_the_tests_of_its_fault(mutant, names, ends_in):
     assert [name for name in names if failure_of(mutant, name, *ends_in) is None] == []
 
 
@@ -22,5 +22,5 @@ def test_every_test_of_a_contract_can_fail(mutants):
 
 
 @pytest.mark.parametrize("mutants", ALL, ids=lambda mutants: mutants.contract.__name__)
-def test_there_are_five_mutants_at_least(mutants):
+def test_each_contract_has_at_least_five_mutants(mutants):
     assert len(mutants.cases) >= 5

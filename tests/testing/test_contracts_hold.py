@@ -1,6 +1,6 @@
-"""The contracts hold for what we ship: backends, eviction policies and the reference index.
+"""The contracts hold for everything that we ship: backends, eviction policies and the reference index.
 
-A quick run has one class of each family of managers, and of indexes one of each thing that the contract asks of them.
+A quick run has one class of each family of managers, and for indexes one class for each thing the contract requires.
 """
 
 from collections import Counter
@@ -248,7 +248,7 @@ class TestLargeBlocks(WorkerContract):
     block_size = 16
 
 
-OF_SMALL_BLOCKS = tuple(name for name in EACH if name != "vllm_deepseek_v4")  # whose blocks have 64 tokens at least
+OF_SMALL_BLOCKS = tuple(name for name in EACH if name != "vllm_deepseek_v4")  # its blocks have at least 64 tokens
 
 
 @worth_its_time
@@ -262,11 +262,11 @@ class TestRadixIndex(IndexContract):
 
 @only_deep
 class TestRadixIndexOfLargeBlocks(TestRadixIndex):
-    backends = ("vllm_deepseek_v4",)  # whose blocks have 64 tokens at least, which is that of a class that sets none
+    backends = ("vllm_deepseek_v4",)  # its minimum of 64 tokens is the block size of a class that sets none
 
 
 class ExactIndex:
-    """A right index of gpt-oss: of what the attention group holds, what windows let a prompt go on from."""
+    """A right index of gpt-oss: of the attention group's blocks, those from which windows allow a prompt to resume."""
 
     answers = "reusable"
 
@@ -320,7 +320,7 @@ class ExactIndex:
 
 
 class TestAnExactIndexOfAHybridModel(IndexContract):
-    size_blocks = 2_000  # it looks at each end of a prompt, for each worker
+    size_blocks = 2_000  # it tries each end of a prompt for each worker
     backends = ("vllm_gpt_oss",)
 
     def make_index(self, block_size):
@@ -336,7 +336,7 @@ class TestOlderRadixIndex(IndexContract):
 
 
 class OneRank(RadixIndex):
-    """A right index that knows workers alone, and says how much it holds."""
+    """A right index that knows workers without ranks, and reports its size."""
 
     def apply(self, event):
         inner = event.event
@@ -347,7 +347,7 @@ class OneRank(RadixIndex):
 
 
 class NoticesRepeats(RadixIndex):
-    """A right index that drops an event which comes twice, and what a worker had that begins anew."""
+    """A right index that drops a repeated event, and all blocks of a worker that starts again."""
 
     def __init__(self, **options):
         super().__init__(**options)
@@ -379,7 +379,7 @@ class TestAnIndexThatNoticesRepeats(IndexContract):
 
 @only_deep
 class TestAnIndexThatReadsGroupsOverPlainEngines(IndexContract):
-    size_blocks = 2_000  # it looks each prefix up whole
+    size_blocks = 2_000  # it looks up each prefix in full
     reads_groups = True
 
     def make_index(self, block_size):
@@ -387,16 +387,14 @@ class TestAnIndexThatReadsGroupsOverPlainEngines(IndexContract):
 
 
 class TestAnIndexByTokensAndKeys(IndexContract):
-    size_blocks = 2_000  # it looks each prefix up whole
+    size_blocks = 2_000  # it looks up each prefix in full
 
     def make_index(self):
         return KeyedTokenIndex()
 
 
 class NamespaceIndex(KeyedTokenIndex):
-    """A right index of SGLang's events: what a request carries is named once, and holds for all its blocks; of
-    others' too.
-    """
+    """A right index of SGLang's events, whose keys hold for all blocks of a request, and of other engines' events."""
 
     def keyed(self, tokens, extra):
         if extra and "extra_keys" in extra:
@@ -407,7 +405,7 @@ class NamespaceIndex(KeyedTokenIndex):
 
 @only_deep
 class TestAnIndexByTokensAndNamespaces(IndexContract):
-    size_blocks = 2_000  # it looks each prefix up whole
+    size_blocks = 2_000  # it looks up each prefix in full
     backends = ("sglang",)
 
     def make_index(self):
@@ -416,7 +414,7 @@ class TestAnIndexByTokensAndNamespaces(IndexContract):
 
 @only_deep
 class TestAnIndexByTokensAndEitherForm(IndexContract):
-    size_blocks = 2_000  # it looks each prefix up whole
+    size_blocks = 2_000  # it looks up each prefix in full
     backends = ("lineage", "sglang", "vllm")
 
     def make_index(self):
@@ -440,7 +438,7 @@ class TestAnIndexThatMayBeAskedFromThreads(IndexContract):
 
 
 class TestAnIndexThatForgets(IndexContract):
-    size_blocks = 2_000  # it looks each prefix up whole
+    size_blocks = 2_000  # it looks up each prefix in full
     bounded = 64
     bounded_at_most = 64
 
@@ -455,7 +453,7 @@ class SizedBoundedIndex(BoundedIndex):
 
 @only_deep
 class TestAnIndexThatForgetsAndSaysHowMuchItHolds(IndexContract):
-    size_blocks = 2_000  # it looks each prefix up whole
+    size_blocks = 2_000  # it looks up each prefix in full
     bounded = 64
     bounded_at_most = 80
 
@@ -464,7 +462,7 @@ class TestAnIndexThatForgetsAndSaysHowMuchItHolds(IndexContract):
 
 
 class KeepsLateNames(RadixIndex):
-    """A right index that keeps the names of the last blocks that it let go of, for locations that come late."""
+    """A right index that keeps the names of the last dropped blocks, for locations that come late."""
 
     def __init__(self, most, **options):
         super().__init__(**options)
@@ -512,7 +510,7 @@ class TestAnIndexThatKeepsManyLateNames(TestAnIndexThatKeepsLateNames):
 
 @only_deep
 class TestAnIndexThatForgetsSoon(IndexContract):
-    size_blocks = 2_000  # it looks each prefix up whole
+    size_blocks = 2_000  # it looks up each prefix in full
     bounded = 8
 
     def make_index(self):
@@ -532,7 +530,7 @@ def under(contract):
     return {backend_spec(case.backend).name for case in here if case.backend is not None}
 
 
-def test_no_backend_is_left_out():
+def test_every_backend_has_its_contracts():
     managers = {name: create_manager(name, num_blocks=1) for name in BACKENDS}
     assert {name for name, made in managers.items() if not isinstance(made, RequestLevel)} <= under(ManagerContract)
     assert {*BACKENDS} <= under(WorkerContract)

@@ -1,6 +1,6 @@
 """Routers' readers of engines with a draft model: right ones pass the contract of an index, naive ones do not.
 
-What they misread is that of the catalogue: names without the next tokens, blocks by their own tokens, one entry for
+Naive ones have the errors of the catalogue: names without the next tokens, blocks by their own tokens, one entry for
 twins, and windows where the stream has none.
 """
 
@@ -61,7 +61,7 @@ def test_the_contract_finds_a_naive_reader(make, backend):
 @pytest.mark.parametrize(
     ("make", "backend"), [row[1:] for row in NAIVE], ids=[f"{name}-{n}" for n, (name, *_) in enumerate(NAIVE)]
 )
-def test_traffic_finds_a_naive_reader_in_200_examples(make, backend):
+def test_traffic_finds_a_naive_reader_within_200_examples(make, backend):
     def is_found(seed):
         try:
             with RouterHarness(EngineProfile(SIZE, 16, 2), backend, make(), sync="every") as kv:
@@ -74,7 +74,7 @@ def test_traffic_finds_a_naive_reader_in_200_examples(make, backend):
 
 
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
-def test_a_right_reader_follows_workers_of_several_forms(make):
+def test_a_right_reader_follows_workers_with_and_without_draft_models(make):
     index = make()
     with RouterHarness(EngineProfile(SIZE, 32, workers=0), None, index, sync="every") as kv:
         workers = [
@@ -90,7 +90,7 @@ def test_a_right_reader_follows_workers_of_several_forms(make):
 
 @pytest.mark.parametrize("name", names_of_tests(DraftStreams))
 @pytest.mark.parametrize("make", RIGHT.values(), ids=RIGHT)
-def test_a_right_reader_may_declare_that_it_reads_drafts(make, name):
+def test_a_right_reader_passes_with_reads_drafts(make, name):
     class Reads(IndexContract):
         reads_drafts = True
 
@@ -100,7 +100,7 @@ def test_a_right_reader_may_declare_that_it_reads_drafts(make, name):
     getattr(Reads(), name)()
 
 
-def test_what_an_index_does_not_declare_is_skipped_and_said():
+def test_without_reads_drafts_its_tests_are_skipped_with_the_reason():
     class Plain(IndexContract):
         def make_index(self):
             return RadixIndex()

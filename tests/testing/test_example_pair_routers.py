@@ -1,4 +1,4 @@
-"""The three routers of `examples/prefill_decode/` in the traffic of five seeds: slow workers, restarts, bad links.
+"""The three routers of `examples/prefill_decode/` in traffic of five seeds: slow workers, restarts, bad links.
 
 The example plays one seed of each scene.
 """
@@ -21,7 +21,7 @@ ROUTERS = [routers.TestLlmDisagg, routers.TestSglangPairs, routers.TestDynamoPre
 
 
 class Conditional(routers.TestDynamoPrefillRouter):
-    """Dynamo's with conditional disaggregation: what is decoded alone depends on the load, so no threshold is held."""
+    """Dynamo's router with conditional disaggregation: the load decides what is decoded alone, without a threshold."""
 
     order, threshold = "decode_first", None
     __test__ = False
@@ -35,7 +35,7 @@ class Conditional(routers.TestDynamoPrefillRouter):
 @takes_long
 @pytest.mark.parametrize("seed", range(1, 6))
 @pytest.mark.parametrize("contract", [*ROUTERS, Conditional], ids=lambda each: each.__name__)
-def test_a_router_as_read_passes_the_scenes_of_pairs(contract, seed):
+def test_an_example_router_passes_the_scenes_of_pairs(contract, seed):
     of_seed = type(contract.__name__, (contract,), {"seed": seed})
     found = {}
     for name in SCENES:

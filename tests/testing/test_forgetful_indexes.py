@@ -1,4 +1,4 @@
-"""What an index keeps, queues, leaks and joins: each right index passes; the wrong ones are among the mutants."""
+"""Indexes that keep, queue, leak or mix up: each right one passes; the wrong ones are among the mutants."""
 
 import pytest
 from contract_runs import failure_of
@@ -9,7 +9,7 @@ from pytest_kvmock.testing import IndexContract
 
 
 @pytest.mark.parametrize("name", RIGHT)
-def test_a_right_index_passes(name):
+def test_a_right_index_passes_its_tests(name):
     contract, *tests = RIGHT[name]
     failures = {}
     for test in tests:
@@ -31,14 +31,14 @@ def test_a_right_index_passes(name):
         ({"async_bound": 100}, "async_bound must be True or False, got 100"),
     ],
 )
-def test_a_wrong_declaration_is_one_line(declared, message):
+def test_a_wrong_declaration_is_refused_in_one_line(declared, message):
     contract = type("TestMine", (IndexContract,), {"make_index": lambda self: RadixIndex(), **declared})
     with pytest.raises(pytest.fail.Exception, match=r"^TestMine: ") as failed:
         contract().test_a_new_index_is_empty()
     assert failed.value.msg == f"TestMine: {message}"
 
 
-def test_a_wrong_declaration_is_reported_as_tests_are_collected(pytester):
+def test_a_wrong_declaration_is_reported_at_collection(pytester):
     pytester.makepyfile("""
         from pytest_kvmock import RadixIndex
         from pytest_kvmock.testing import IndexContract

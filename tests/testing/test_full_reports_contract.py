@@ -1,4 +1,4 @@
-"""`IndexContract.full_reports`: right indexes of either bound pass, and each wrong one is found by name."""
+"""`IndexContract.full_reports`: right indexes in both readings pass, and each wrong one is found by name."""
 
 import pytest
 from contract_runs import failure_of
@@ -25,7 +25,7 @@ class Ruled(RadixIndex):
 
 @pytest.mark.parametrize("make", [RadixIndex, Counting, Ruled])
 @each_parameter
-def test_an_index_of_either_bound_passes(make, capsys):
+def test_an_index_in_either_reading_of_reports_passes(make, capsys):
     contract = over(make, full_reports=True)
     assert [name for name in TESTS if failure_of(contract, name) is not None] == []
     assert capsys.readouterr().out.startswith("full reports: answered as ")
@@ -33,11 +33,11 @@ def test_an_index_of_either_bound_passes(make, capsys):
 
 @pytest.mark.parametrize(("mutant", "names", "ends_in"), REPORTED.each())
 @each_parameter
-def test_a_wrong_index_is_found(mutant, names, ends_in):
+def test_a_wrong_index_of_full_reports_is_found(mutant, names, ends_in):
     assert [name for name in names if failure_of(mutant, name, *ends_in) is None] == []
 
 
-def test_context_parallelism_is_not_judged_unless_it_is_declared():
+def test_full_reports_are_not_judged_unless_they_are_declared():
     class TestIt(IndexContract):
         def make_index(self):
             return RadixIndex()

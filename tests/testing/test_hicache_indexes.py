@@ -1,6 +1,4 @@
-"""Indexes as routers have them over SGLang's HiCache: a right one passes the traffic of the contract, and each wrong
-one is found.
-"""
+"""Indexes of routers over SGLang's HiCache: a right one passes the contract's traffic, and each wrong one is found."""
 
 import contextlib
 
@@ -26,7 +24,7 @@ HOSTS = [
 
 
 class MediumIgnored(HostIndex):
-    """One set: whatever stores or removes a block, it is the device's."""
+    """Ignores the medium: each event counts for the device."""
 
     def store(self, key, tier, data):
         super().store(key, DEVICE, data)
@@ -36,7 +34,7 @@ class MediumIgnored(HostIndex):
 
 
 class DeviceOnly(HostIndex):
-    """Events of the host are passed over."""
+    """Ignores events of the host."""
 
     def store(self, key, tier, data):
         if tier is DEVICE:
@@ -48,7 +46,7 @@ class DeviceOnly(HostIndex):
 
 
 class LastMediumWins(HostIndex):
-    """A block is where it was stored last: a copy is taken for a move."""
+    """Takes a copy for a move: a block is only where it was stored last."""
 
     def store(self, key, tier, data):
         super().store(key, tier, data)
@@ -57,7 +55,7 @@ class LastMediumWins(HostIndex):
 
 
 class Demoting(HostIndex):
-    """What the device removes is on the host from then on, until 1,000 others came after it."""
+    """Takes a block that the device removes as being on the host, until 1,000 others follow."""
 
     def store(self, key, tier, data):
         if tier is DEVICE:
@@ -73,7 +71,7 @@ class Demoting(HostIndex):
 
 
 class StickyHost(HostIndex):
-    """What the host removes stays there: the storage has it."""
+    """Keeps blocks that the host removes, as if the storage had them."""
 
     def remove(self, key, tier, data):
         if tier is DEVICE:
@@ -81,7 +79,7 @@ class StickyHost(HostIndex):
 
 
 class CountingAcrossMedia(HostIndex):
-    """One counter a block over both media, and no tiers."""
+    """Counts a block over both media together, without tiers."""
 
     def apply(self, event):
         self.counts = True
@@ -116,17 +114,17 @@ def over_sglang(index, hosts=None):
 
 
 @pytest.mark.parametrize("host", HOSTS, ids=str)
-def test_a_set_a_medium_is_right(host):
+def test_an_index_with_one_set_per_medium_is_right(host):
     assert failure_of(over_sglang(HostIndex, (host,)), TRAFFIC) is None
 
 
 @pytest.mark.parametrize("index", FOUND_BY, ids=lambda index: index.__name__)
-def test_a_wrong_index_is_found(index):
+def test_a_wrong_index_of_hicache_is_found(index):
     assert failure_of(over_sglang(index), FOUND_BY[index]) is not None
 
 
 def without_tiers(index):
-    """An index as it is without `find_tiered`: it is asked for the device alone."""
+    """Return the index without `find_tiered`: it is queried for the device only."""
 
     class WithoutTiers:
         def __init__(self, traits):
@@ -138,7 +136,7 @@ def without_tiers(index):
 
 @worth_its_time
 @pytest.mark.parametrize("index", [HostIndex, DeviceOnly, Demoting, SubtreeRemoved, StickyHost])
-def test_without_find_tiered_four_wrong_indexes_are_unjudged(index):
+def test_without_find_tiered_four_wrong_indexes_are_not_judged(index):
     contract = over_sglang(without_tiers(index))
     for name in names_of_tests(contract):
         with contextlib.suppress(pytest.skip.Exception):
@@ -152,13 +150,13 @@ def test_without_find_tiered_four_wrong_indexes_are_unjudged(index):
 
 
 @pytest.mark.parametrize("index", [MediumIgnored, LastMediumWins, CountingAcrossMedia])
-def test_without_find_tiered_the_others_are_found_by_what_they_say_of_the_device(index):
+def test_without_find_tiered_the_others_are_found_by_their_answers_for_the_device(index):
     contract = over_sglang(without_tiers(index))
     assert [name for name in OF_THE_DEVICE if failure_of(contract, name) is not None]
 
 
 def is_found_by_traffic(index):
-    """Whether 200 examples of traffic find an index wrong, over hosts of all three policies."""
+    """Return whether 200 examples of traffic find an index wrong, over hosts with each of the three policies."""
     found = []
 
     @settings(max_examples=200, database=None, deadline=None, derandomize=True, phases=[Phase.generate])
@@ -180,12 +178,12 @@ def is_found_by_traffic(index):
 
 
 @pytest.mark.parametrize("index", [each for each in FOUND_BY if each is not SubtreeRemoved])
-def test_traffic_finds_six_of_the_seven_in_200_examples(index):
+def test_traffic_finds_six_of_the_seven_wrong_indexes_within_200_examples(index):
     assert is_found_by_traffic(index)
 
 
 @takes_long
 @pytest.mark.parametrize("index", [HostIndex, SubtreeRemoved])
 def test_traffic_accepts_right_indexes_and_misses_what_only_the_contract_finds(index):
-    """A host that gives up a block above others, in time for somebody to ask below it, is seldom drawn."""
+    """Traffic seldom evicts a host block above others and looks below it in time."""
     assert not is_found_by_traffic(index)

@@ -1,4 +1,4 @@
-"""Router processes before P/D pairs: a wrong one fails the contract by name, and the right one passes it."""
+"""Router processes in front of P/D pairs: a wrong one fails the contract by name, and the right one passes it."""
 
 from itertools import count
 
@@ -24,7 +24,7 @@ SCENES = [
     "a_leg_that_fails_ends_the_other_one",
 ]
 OF_ROUTERS_BY_EVENTS = ["legs_meet_at_one_rank", "engines_that_join_change_no_load"]
-"""Those that `test_pairs_by_events.py` has wrong routers for."""
+"""Scenes for which `test_pairs_by_events.py` has wrong routers."""
 
 WRONG = {
     "sends_all_to_decode": (SCENES[0], "it has no prefill leg, and the decode engine computed all of it"),
@@ -49,7 +49,7 @@ WRONG = {
 }
 
 
-def test_each_mistake_is_judged():
+def test_each_bug_of_the_small_router_has_a_test():
     assert set(WRONG) == {bug for bug, way in BUGS.items() if way}
 
 
@@ -73,7 +73,7 @@ def test_a_right_router_of_pairs_passes(way, scene):
     assert outcome == "" or outcome.startswith("skipped: Of_right: both legs end together")
 
 
-def test_a_right_router_may_fall_back_where_it_declares_it():
+def test_a_right_router_may_fall_back_if_it_declares_it():
     contract = contract_of("right_falls_back", "vllm", falls_back=True, timeout_s=10.0)
     assert outcome_of(contract, f"test_{SCENES[2]}") == ""
 
@@ -86,7 +86,7 @@ def test_a_right_router_may_fall_back_where_it_declares_it():
         ({"threshold": -1}, "threshold must be an integer of at least 0"),
     ],
 )
-def test_a_declaration_that_is_none_is_said(traits, why):
+def test_a_wrong_declaration_is_reported(traits, why):
     assert why in contract_of("right", "vllm", **traits).wrong_declaration()
 
 
@@ -97,7 +97,7 @@ def test_a_declaration_that_is_none_is_said(traits, why):
         ("vllm-0.24", "hand_over 'vllm' over vllm-0.24: pairs are those of vLLM 0.33.0; got backend 'vllm' of version"),
     ],
 )
-def test_a_dialect_whose_engines_have_no_such_pairs_is_refused_in_one_line(dialect, why):
+def test_a_dialect_whose_engine_has_no_such_pairs_is_refused_in_one_line(dialect, why):
     with pytest.raises(pytest.fail.Exception) as failed:
         contract_of("right", "vllm")().test_several_children_leave_nothing(dialect)
     assert str(failed.value).startswith(f"Of_right: {why}")
@@ -111,7 +111,7 @@ def test_a_contract_without_a_hand_over_has_no_scenes_of_pairs():
     assert all(callable(getattr(contract_of("right", "vllm"), f"test_{scene}")) for scene in scenes)
 
 
-def test_engines_are_told_apart_by_role():
+def test_engines_can_be_selected_by_role():
     rows = [ServedEngine(0, "http://a", (), (), role="prefill"), ServedEngine(1, "http://b", (), (), role="decode")]
     engines = ServedEngines.at_a_port(rows, "m", 16)
     assert [each.url for each in engines.of("decode")] == ["http://b"]

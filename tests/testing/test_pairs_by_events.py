@@ -1,5 +1,5 @@
-"""Router processes before P/D pairs that read events: the contract's tests of workers run over prefill engines, and a
-wrong router fails those of ranks and of engines that join by name.
+"""Router processes in front of P/D pairs that read events: the contract's tests of workers run over prefill engines,
+and a wrong router fails the tests of ranks and of joining engines by name.
 """
 
 import sys
@@ -40,7 +40,7 @@ WRONG = {
 
 @pytest.fixture
 def seeded(monkeypatch):
-    """Begin the seeds of servers elsewhere."""
+    """Return a function that changes the seeds of servers."""
     return lambda seed: monkeypatch.setattr(process_judge, "_seeds", count(1000 * seed + 1))
 
 
@@ -48,7 +48,7 @@ def right(found):
     return "" if found.startswith("skipped: ") else found
 
 
-def test_each_mistake_is_judged():
+def test_each_bug_of_the_router_by_events_has_a_test():
     assert set(WRONG) == {bug for bug, way in BUGS.items() if way}
 
 
@@ -74,24 +74,24 @@ OVER_PREFILL = (
 @each_parameter
 @pytest.mark.parametrize("way", DIALECTS)
 @pytest.mark.parametrize("name", few(OVER_PREFILL))
-def test_tests_of_workers_are_about_prefill_engines(name, way):
+def test_tests_of_workers_run_over_prefill_engines(name, way):
     assert outcome_of(by_events("right", way, timeout_s=10.0), name, DIALECTS[way]) == ""
 
 
 @takes_long
 @pytest.mark.parametrize("way", DIALECTS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_a_right_router_of_pairs_holds_every_promise_of_workers(name, way):
+def test_a_right_router_of_pairs_passes_all_tests_of_workers(name, way):
     assert right(outcome_of(by_events("right", way, timeout_s=10.0), name, DIALECTS[way])) == ""
 
 
-def test_a_wrong_router_over_pairs_fails_as_one_over_workers_does():
-    """What is wrong with how it reads events of prefill engines is found as of any engine."""
+def test_a_wrong_router_over_pairs_fails_like_one_over_workers():
+    """Errors in reading events of prefill engines are found as for any engine."""
     deaf = by_events("right", "vllm", blocks=lambda self, prompt: {0: 0})
     assert "worker 0 rank 0: the router knows 0" in outcome_of(deaf, "test_it_hears_every_worker")
 
 
-def test_blocks_of_decode_engines_may_be_left_out_or_not():
+def test_blocks_of_decode_engines_may_be_reported_or_not():
     def all_of_them(self, prompt, **keys):
         blocks = OfPlainRouter.blocks(self, prompt, **keys)
         return {**blocks, (2, 0): 8}
@@ -100,14 +100,14 @@ def test_blocks_of_decode_engines_may_be_left_out_or_not():
     assert outcome_of(contract, "test_it_hears_every_worker") == ""
 
 
-def test_without_a_declared_threshold_a_prompt_without_a_prefill_leg_is_not_judged():
+def test_without_a_threshold_a_prompt_without_a_prefill_leg_is_not_judged():
     contract = contract_of("sends_all_to_decode", "vllm", threshold=None)
     found = outcome_of(contract, "test_an_idle_fleet_is_shared")
     assert found.startswith("skipped: Of_sends_all_to_decode: a prompt had no prefill leg: ")
     assert found.endswith("threshold = 0, by which each has one, would let it")
 
 
-def test_what_no_pair_has_is_skipped_with_why():
+def test_a_test_that_pairs_do_not_support_is_skipped_with_the_reason():
     found = outcome_of(by_events("right", "vllm"), "test_what_leaves_the_host_does_not_leave_the_device")
     assert found.startswith("skipped: Of_right: hand_over is set: a role with tiers was not recorded")
 
@@ -131,7 +131,7 @@ def test_a_class_of_pairs_is_collected_over_engines_with_roles(pytester):
 
 
 class SlowServer(KvServer):
-    """Engines whose passes and transfers take a while."""
+    """Engines with slow passes and slow transfers."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, time_scale=0.3, **options)
@@ -142,7 +142,7 @@ class SlowServer(KvServer):
 @pytest.mark.parametrize("seed", seeds(5))
 @pytest.mark.parametrize("way", DIALECTS)
 @pytest.mark.parametrize("name", SCENES)
-def test_a_right_router_passes_with_engines_that_are_slow(name, way, seed, seeded, monkeypatch):
+def test_a_right_router_passes_with_slow_engines(name, way, seed, seeded, monkeypatch):
     seeded(seed)
     if seed % 2:
         monkeypatch.setattr(process_pairs, "KvServer", SlowServer)
@@ -158,7 +158,7 @@ QUICKLY = {
 
 @pytest.mark.parametrize("seed", few(range(5)))
 @pytest.mark.parametrize("way", DIALECTS)
-def test_of_traffic_in_which_engines_restart_and_clients_leave_nothing_is_left(way, seed):
+def test_traffic_with_restarts_and_disconnecting_clients_leaves_nothing_open(way, seed):
     contract, random = by_events("right", way, timeout_s=10.0)(), Random(seed)
     dialect = find_dialect(DIALECTS[way])
     roles = {kind: {**role, **QUICKLY[way]} for kind, role in contract.roles(2, 2).items()}
@@ -197,7 +197,7 @@ def test_of_traffic_in_which_engines_restart_and_clients_leave_nothing_is_left(w
 
 
 def client(world, random, ended):
-    """Send eight prompts one after the other; some are left before they are answered, whose status is None."""
+    """Send eight prompts one after the other; disconnect from some before their answer, whose status is then None."""
     for _ in range(8):
         stream = random.random() < 0.5
         text = "".join(random.choice("abcdefgh") for _ in range(random.choice((8, 40, 100))))

@@ -1,6 +1,6 @@
-"""Right policies crossed: those of the examples, and some that say what they believe, over every backend.
+"""Right policies crossed: those of the examples, and some that report their beliefs, over every backend.
 
-The quick run takes one cell a policy; the deep run all. A backend that is added is in it by itself.
+The quick run takes one cell per policy; the deep run all. A new backend is included automatically.
 """
 
 import sys
@@ -29,7 +29,7 @@ from two_choices import TwoChoices
 
 
 class OfRight(RouterContract):
-    """It says its loads, overlaps and workers."""
+    """Reports its loads, overlaps and workers."""
 
     def make_router(self, workers):
         copies = self.backend is not None and BACKENDS[self.backend].traits.copies
@@ -59,13 +59,13 @@ FEW = (
     "test_a_held_prompt_goes_where_it_is_however_loaded_others_are",
     "test_what_a_cordoned_worker_held_is_its_still",
 )
-"""Tests whose answers hang on what engines publish."""
+"""Tests whose answers depend on published events."""
 
 BY_BACKENDS = [(policy, backend) for backend in BACKENDS for policy in POLICIES]
 
 
 def failures(policy, backend, names):
-    """What a policy fails of these tests over a backend, by name."""
+    """Return by name the failures of a policy in these tests over a backend."""
     spec = BACKENDS[backend]
     mine = type("OfX", (POLICIES[policy],), {"backend": backend, "block_size": spec.default_block_size})
     found = {}
@@ -80,11 +80,11 @@ def failures(policy, backend, names):
 @pytest.mark.parametrize(("policy", "backend"), few(BY_BACKENDS, 7))
 @each_parameter
 @worth_its_time
-def test_a_right_policy_holds_what_hangs_on_events(policy, backend):
+def test_a_right_policy_passes_the_tests_that_depend_on_events(policy, backend):
     assert failures(policy, backend, FEW) == {}
 
 
 @takes_long
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_right_router_holds_every_promise(backend):
+def test_a_right_router_passes_every_test_over_every_backend(backend):
     assert failures("right", backend, names_of_tests(RouterContract)) == {}

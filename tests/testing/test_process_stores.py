@@ -1,4 +1,4 @@
-"""What a router process makes of stores that workers share: wrong ones fail by name, and right ones pass."""
+"""Router processes over stores shared by workers: wrong ones fail by name, and right ones pass."""
 
 import sys
 from pathlib import Path
@@ -20,7 +20,7 @@ def by_owner(self, prompt):
 
 
 def of_design(name, **traits):
-    """The contract of the plain router with a design of stores."""
+    """Return the contract of the plain router with a design for stores."""
 
     def command(self, engines):
         return [sys.executable, PROGRAM, name, str(engines.block_size), *map(source_of, engines)]
@@ -41,14 +41,14 @@ RIGHT = ("counts_a_store", "leaves_stores_out", "lowers_after_a_miss")
         ("lowers_after_a_miss", LOWERED),
     ],
 )
-def test_a_right_process_passes(design, name):
+def test_a_right_process_over_stores_passes(design, name):
     assert outcome_of(of_design(design, timeout_s=10.0), name) == ""
 
 
 @takes_long
 @pytest.mark.parametrize("name", [OWN, OUTLIVES, LOWERED])
 @pytest.mark.parametrize("design", RIGHT)
-def test_a_right_process_passes_all(design, name):
+def test_a_right_process_over_stores_passes_all_tests(design, name):
     assert outcome_of(of_design(design, timeout_s=10.0), name) == ""
 
 
@@ -85,19 +85,19 @@ WRONG = {
 
 
 @pytest.mark.parametrize("design", WRONG)
-def test_a_wrong_process_is_found(design):
+def test_a_wrong_process_over_stores_is_found(design):
     name, text = WRONG[design]
     assert text in outcome_of(of_design(design), name)
 
 
 @takes_long
-def test_one_that_says_nothing_of_stores_is_found_by_where_it_sends():
+def test_a_process_that_reports_nothing_about_stores_is_found_by_its_picks():
     silent = of_design("credits_the_publisher", blocks_by_owner=None)
     text = "all 16 went to worker 0; expected some at the others: workers 0, 1 can load them alike"
     assert text in outcome_of(silent, OWN)
 
 
-def test_what_is_not_judged_is_said():
+def test_unjudged_properties_of_stores_are_reported():
     text = "stores is None: what it makes of stores that workers share was not judged; stores, and which worker can "
     assert text in outcome_of(of_design("counts_a_store", stores=None), OWN)
     text = "it has no blocks_by_owner(prompt): what it promises of a store was not judged"
@@ -109,7 +109,7 @@ def test_what_is_not_judged_is_said():
 
 
 @takes_long
-def test_a_promise_that_was_paid_for_twice_is_told_and_no_failure():
+def test_a_broken_promise_paid_twice_is_noted_and_is_no_failure():
     told = []
     counts = of_design(
         "counts_a_store", timeout_s=10.0, _note_unjudged=lambda self, *text, **about: told.append((text, about))
@@ -128,5 +128,5 @@ def test_a_promise_that_was_paid_for_twice_is_told_and_no_failure():
     ],
 )
 @each_parameter
-def test_a_wrong_declaration_is_refused(declared, text):
+def test_a_wrong_declaration_of_stores_is_refused(declared, text):
     assert text in type("Mine", (OfPlainRouter,), {"stores": STORES} | declared).wrong_declaration()

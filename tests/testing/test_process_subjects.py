@@ -1,6 +1,4 @@
-"""What a `ProcessContract` is given: commands that do not run, answers that cannot be read, what is not there, a
-process that runs already.
-"""
+"""Subjects of a `ProcessContract`: commands that do not run, unreadable answers, missing methods, a running process."""
 
 import socket
 import subprocess
@@ -63,7 +61,7 @@ def of_command(*command, **traits):
         ),
     ],
 )
-def test_a_command_that_does_not_run_is_one_line(contract, text):
+def test_a_command_that_does_not_run_is_reported_in_one_line(contract, text):
     found = outcome_of(contract, NAME)
     assert text in found
     assert "\n" not in found
@@ -83,7 +81,7 @@ def test_a_command_that_does_not_run_is_one_line(contract, text):
         (KeyError("blocks"), "blocks(prompt) raised KeyError: 'blocks'"),
     ],
 )
-def test_an_answer_that_cannot_be_read_is_one_line(answer, text):
+def test_an_unreadable_answer_is_reported_in_one_line(answer, text):
     def blocks(self, prompt):
         if isinstance(answer, Exception):
             raise answer
@@ -94,7 +92,7 @@ def test_an_answer_that_cannot_be_read_is_one_line(answer, text):
     assert "\n" not in found
 
 
-def test_an_answer_that_does_not_come_counts_as_not_yet():
+def test_a_missing_answer_counts_as_not_ready_yet():
     def blocks(self, prompt):
         raise ConnectionRefusedError("nobody listens")
 
@@ -102,7 +100,7 @@ def test_an_answer_that_does_not_come_counts_as_not_yet():
     assert "the router gave no answer: blocks(prompt) raised ConnectionRefusedError: nobody listens" in found
 
 
-def test_a_count_of_open_requests_that_cannot_be_read_is_one_line():
+def test_an_unreadable_count_of_open_requests_is_reported_in_one_line():
     def open_requests(self):
         return {}["open"]
 
@@ -110,7 +108,7 @@ def test_a_count_of_open_requests_that_cannot_be_read_is_one_line():
     assert "open_requests() raised KeyError: 'open'" in outcome_of(contract, NAME)
 
 
-def test_a_process_that_dies_in_a_test_is_named_with_its_last_lines():
+def test_a_process_that_dies_during_a_test_is_reported_with_its_last_lines():
     code = "import http.server, sys\nclass H(http.server.BaseHTTPRequestHandler):\n"
     code += " def log_message(self, *_): pass\n"
     code += " def do_GET(self): self.send_response(200); self.end_headers()\n"
@@ -167,21 +165,21 @@ def test_a_process_that_dies_in_a_test_is_named_with_its_last_lines():
         ),
     ],
 )
-def test_what_is_declared_is_a_skip_that_says_what_would_let_it(traits, name, text):
+def test_a_declaration_causes_a_skip_that_says_how_to_enable_the_test(traits, name, text):
     found = outcome_of(type("OfDeclared", (OfPlainRouter,), traits), name)
     assert found.startswith(f"skipped: OfDeclared: {text}")
     assert found.endswith("would let it")
 
 
 @takes_long
-def test_a_process_without_answers_is_judged_by_where_it_sends():
+def test_a_process_without_answers_is_judged_by_its_picks():
     traits = {"blocks": None, "open_requests": None, "moved": None}
     silent = type("OfSilent", (OfPlainRouter,), traits)
     for name in (NAME, "test_a_restart_empties_a_worker", "test_a_salt_and_an_adapter_make_other_prompts"):
         assert outcome_of(silent, name) == ""
 
 
-def test_it_runs_over_the_dialects_of_the_class_that_is_collected(pytester):
+def test_a_contract_runs_over_the_dialects_of_its_class(pytester):
     pytester.makepyfile(
         """
         from pytest_kvmock.testing import ProcessContract
@@ -227,7 +225,7 @@ def test_a_run_ends_with_a_line_that_says_what_was_not_judged_and_what_would_let
 
 
 def free_ports(count):
-    """The first of so many ports in a row that are free."""
+    """Return the first of `count` consecutive free ports."""
     while True:
         with socket.create_server(("127.0.0.1", 0)) as first:
             base = first.getsockname()[1]
@@ -241,7 +239,7 @@ def free_ports(count):
 
 @pytest.fixture
 def running():
-    """A contract of a process that was started before, and is told where its engines will be."""
+    """Return a contract of a process that is already running and has the addresses of its future engines."""
     ports = {name: free_ports(2) for name in ("http", "events", "replay")}
 
     def at(name, worker):
@@ -259,7 +257,7 @@ def running():
 
 
 @worth_its_time
-def test_a_process_that_runs_already_is_judged_test_after_test(running):
+def test_a_running_process_is_judged_in_one_test_after_the_other(running):
     for name in (
         NAME,
         "test_it_asks_for_a_lost_batch",
@@ -270,14 +268,14 @@ def test_a_process_that_runs_already_is_judged_test_after_test(running):
     assert outcome_of(running, "test_it_hears_every_rank").startswith("skipped: OfRunning: url is set: ")
 
 
-def test_a_dialect_of_which_nothing_is_judged_is_named_with_what_would_judge_it():
+def test_a_dialect_without_judged_events_is_named_with_a_way_to_judge_the_rest():
     text = "anything over trtllm-1.2, which is polled, and not heard (hears_events = False judges all but events)"
     assert text in OfPlainRouter().unjudged_text("trtllm-1.2")
     deaf = type("Deaf", (OfPlainRouter,), {"hears_events": False})
     assert "polled" not in deaf().unjudged_text("trtllm-1.2") + OfPlainRouter().unjudged_text("vllm-0.33")
 
 
-def test_pairs_and_stores_that_are_not_judged_make_no_line_by_themselves():
+def test_unjudged_pairs_and_stores_alone_cause_no_line():
     assert OfPlainRouter().unjudged_text() == ""
     rare = "stores that workers share (stores), P/D pairs (hand_over)"
     assert OfPlainRouter().unjudged_text(with_rare=True) == f"not judged: {rare}"

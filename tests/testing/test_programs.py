@@ -36,7 +36,7 @@ SMALL = EngineProfile(block_size=2, num_blocks=6, workers=2)
 
 @settings(max_examples=examples(100))
 @given(traffic(workers=2))
-def test_any_traffic_is_played_without_an_error(program):
+def test_any_traffic_plays_without_an_error(program):
     with RouterHarness(SMALL, "lineage") as kv:
         play(kv, program)
 
@@ -47,7 +47,7 @@ TIERED = EngineProfile(
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru", "sglang"])
-def test_any_traffic_of_workers_with_tiers_is_played_without_an_error(backend):
+def test_any_traffic_of_workers_with_tiers_plays_without_an_error(backend):
     refused = []
 
     @settings(max_examples=examples(50), database=None)
@@ -63,12 +63,12 @@ def test_any_traffic_of_workers_with_tiers_is_played_without_an_error(backend):
 
 @settings(max_examples=examples(20))
 @given(traffic(workers=2, most_in_a_burst=5, tiers=True))
-def test_ticks_are_passed_over_where_a_worker_has_no_tiers(program):
+def test_ticks_are_skipped_for_a_worker_without_tiers(program):
     with RouterHarness(SMALL, "vllm") as kv:
         play(kv, program)
 
 
-def test_what_a_worker_with_tiers_refuses_is_passed_over():
+def test_steps_that_a_worker_with_tiers_refuses_are_skipped():
     with RouterHarness(EngineProfile(block_size=2, num_blocks=2, tiers={"host": 4, "gbps": 1.0}), "lru") as kv:
         play(
             kv,
@@ -81,14 +81,14 @@ def test_what_a_worker_with_tiers_refuses_is_passed_over():
 
 @settings(max_examples=examples(200))
 @given(traffic(workers=2, most_blocks=3, numbers=2, most_tokens=4))
-def test_the_repr_of_a_program_makes_it_again(program):
+def test_evaluating_the_repr_of_a_program_gives_an_equal_program(program):
     assert program == eval(repr(program))
     assert hash(program) == hash(eval(repr(program)))
 
 
 @settings(max_examples=examples(200))
 @given(traffic(workers=3, ranks=2, most_steps=10, most_blocks=2, numbers=2, most_tokens=3, most_in_a_burst=7))
-def test_traffic_keeps_to_its_limits_and_names_requests_that_are_there(program):
+def test_traffic_keeps_its_limits_and_names_existing_requests(program):
     assert len(program) <= 10
     running, preempted = set(), set()
     for step in program:
@@ -139,7 +139,7 @@ def test_traffic_shrinks_to_the_shortest_program():
     assert Program(Prefill("r0", tail=1), Preempt("r0"), Resume("r0")) == found
 
 
-def test_a_program_is_printed_a_line_a_step_without_what_is_as_usual():
+def test_a_program_is_printed_one_step_per_line_without_default_values():
     program = Program(Prefill("r0", (0, 1), tail=1), Decode("r0", 3, of=2), Finish("r0"), Clear(worker=1), Clear())
     assert repr(program) == (
         "Program(\n"
@@ -153,7 +153,7 @@ def test_a_program_is_printed_a_line_a_step_without_what_is_as_usual():
     assert repr(Program()) == "Program()"
 
 
-def test_a_failing_example_shows_the_program():
+def test_a_failing_hypothesis_example_shows_the_program():
     @settings(database=None, derandomize=True, phases=(Phase.generate, Phase.shrink), max_examples=1000)
     @given(traffic())
     def has_no_preempt(program):
@@ -165,7 +165,7 @@ def test_a_failing_example_shows_the_program():
     assert "program=Program(\n        Prefill('r0', tail=1),\n        Preempt('r0'),\n    ),\n" in text
 
 
-def test_prompts_share_the_blocks_with_which_both_begin():
+def test_prompts_share_their_common_leading_blocks():
     with RouterHarness(SMALL, "lru") as kv:
         play(kv, [Prefill("a", (0, 1)), Prefill("b", (0, 2), tail=1)])
         assert Prefill("a", (0, 1)).prompt(2).tokens == (0, 0, 1, 1)
@@ -173,7 +173,7 @@ def test_prompts_share_the_blocks_with_which_both_begin():
         assert kv.worker(0).manager.num_active_blocks == 4
 
 
-def test_what_does_not_fit_is_passed_over_and_so_is_what_depends_on_it():
+def test_steps_that_do_not_fit_are_skipped_with_those_that_depend_on_them():
     with RouterHarness(SMALL, "lru") as kv:
         play(
             kv,
@@ -193,7 +193,7 @@ def test_what_does_not_fit_is_passed_over_and_so_is_what_depends_on_it():
         assert [(len(r), r.status) for r in kv.worker(0).requests] == [(8, "preempted"), (6, "running")]
 
 
-def test_a_failure_names_the_step_after_which_it_showed():
+def test_a_failure_names_the_step_at_which_it_was_found():
     program = Program(Prefill("a", (0, 1, 2, 0)), Finish("a"), Clear(1), Prefill("b", (1, 1, 1)), Finish("b"))
     kv = RouterHarness(SMALL, "lru", IgnoresRemoved.Subject())
     with pytest.raises(EventRulesBroken) as raised:
@@ -201,12 +201,12 @@ def test_a_failure_names_the_step_after_which_it_showed():
     assert raised.value.__notes__ == ["at step 3 of the program: Prefill('b', blocks=(1, 1, 1))"]
 
 
-def test_a_program_may_have_any_operation():
+def test_a_program_may_have_any_kind_of_operation():
     program = Program(
         Serve((0, 1), output_tokens=2),
         Prefill("a", (0, 1)),
         Restart(announced=True),
-        Decode("a"),  # it is lost, and so passed over
+        Decode("a"),  # skipped: the request is lost
         RemoveWorker(1),
         Clear(),
     )
@@ -248,7 +248,7 @@ def test_limits_out_of_range_are_refused(arguments, message):
         traffic(**arguments)
 
 
-def test_ticks_and_prefills_that_do_not_wait_are_drawn_only_for_tiers():
+def test_ticks_and_non_waiting_prefills_are_drawn_only_with_tiers():
     quick = settings(database=None, phases=(Phase.generate,), max_examples=1000)
     assert find(traffic(tiers=True), lambda program: any(isinstance(step, Tick) for step in program), settings=quick)
     assert find(traffic(tiers=True), lambda program: any(not getattr(s, "wait", True) for s in program), settings=quick)
@@ -263,7 +263,7 @@ def test_ticks_and_prefills_that_do_not_wait_are_drawn_only_for_tiers():
 
 @settings(max_examples=examples(50))
 @given(traffic(workers=2, ranks=2, tiers=True))
-def test_ticks_of_a_worker_go_forward(program):
+def test_ticks_of_a_worker_increase(program):
     last = {}
     for step in program:
         if isinstance(step, Tick):
@@ -280,7 +280,7 @@ def test_traffic_may_be_limited_to_one_rank_without_bursts():
     run()
 
 
-def test_ranks_are_drawn_where_they_are_asked_for():
+def test_ranks_are_drawn_if_there_are_several():
     found = find(
         traffic(ranks=2),
         lambda program: {0, 1} <= {step.rank for step in program if isinstance(step, Prefill)},
@@ -301,8 +301,8 @@ def test_a_burst_serves_prompts_of_a_block_and_flushes_the_index_once():
 
 
 def first_find(backend, index, seed_of_hypothesis, most=50):
-    """How many examples `traffic` draws, with the sizes of docs/how-to/contracts.md, until an index is found wrong;
-    None: none of `most`.
+    """Return how many examples of `traffic` find an index wrong, with the sizes of docs/how-to/contracts.md, or None
+    if none of `most` does.
     """
     sizes = EngineProfile(block_size=4, num_blocks=8, workers=2)
     drawn = []
@@ -349,7 +349,7 @@ def test_a_burst_that_shows_a_fault_shrinks_to_few_steps():
     assert sum(step.count for step in found if isinstance(step, Burst)) <= 15
 
 
-def test_traffic_by_a_seed_is_the_same_each_time():
+def test_random_traffic_with_the_same_seed_is_equal():
     assert random_traffic(3) == random_traffic(3) != random_traffic(4)
 
 
@@ -359,7 +359,7 @@ def run_without_hypothesis(code):
 
 
 @pytest.mark.parametrize("name", ["traffic", "KvStateMachine"])
-def test_without_hypothesis_the_extra_is_named(name):
+def test_without_hypothesis_the_import_error_names_the_extra(name):
     result = run_without_hypothesis(f"from pytest_kvmock.testing import {name}")
     assert (
         result.stderr.strip().splitlines()[-1] == f"ImportError: pytest_kvmock.testing.{name} needs Hypothesis: "
@@ -378,7 +378,7 @@ ALL_KEYS = ("lora_name", "cache_salt", "multimodal")
 
 
 class WithoutKey:
-    """An index that looks prompts up by their tokens and what they carry, but for one thing."""
+    """An index that looks up prompts by tokens and keys, except one key."""
 
     def __init__(self, ignored=None):
         self.ignored, self.held = ignored, {}
@@ -423,19 +423,19 @@ def play_keyed(ignored, keys):
 
 
 @takes_long
-def test_traffic_with_keys_raises_no_alarm_of_a_right_index():
+def test_traffic_with_keys_does_not_fail_a_right_index():
     play_keyed(None, ALL_KEYS)
 
 
 @pytest.mark.parametrize("keys", [None, ALL_KEYS], ids=["alone", "beside others"])
 @pytest.mark.parametrize("ignored", ALL_KEYS)
-def test_traffic_with_keys_finds_an_index_that_ignores_one(ignored, keys):
+def test_traffic_with_keys_finds_an_index_that_ignores_one_key(ignored, keys):
     with pytest.raises(EventRulesBroken, match="index_drift"):
         play_keyed(ignored, keys or (ignored,))
 
 
 @pytest.mark.parametrize("keys", ["lora_name", ("lora",), None, [["lora_name"]]])
-def test_traffic_has_no_other_keys(keys):
+def test_traffic_refuses_unknown_keys(keys):
     with pytest.raises(
         ValueError, match=r"^traffic: keys must be a tuple or list of 'lora_name', 'cache_salt', 'multimodal', got"
     ):

@@ -1,4 +1,4 @@
-"""`adapter_loaded(name, path)` of an index: what it must forget as an adapter is loaded from another path."""
+"""`adapter_loaded(name, path)` of an index: it must forget the adapter's blocks after a reload from another path."""
 
 import pytest
 from untold_indexes import DropsAllAdapters, DropsOnReload, KeepsAll
@@ -13,7 +13,7 @@ def contract(make):
     return type("TestIt", (IndexContract,), {"make_index": lambda self: make()})()
 
 
-def test_an_index_that_drops_the_adapter_passes():
+def test_an_index_that_drops_the_blocks_of_a_reloaded_adapter_passes():
     getattr(contract(DropsOnReload), NAME)()
 
 

@@ -1,7 +1,6 @@
-"""Right code crossed: the right indexes over every backend, in random traffic and in every promise; none of it may
-fail.
+"""Right indexes crossed with every backend, in random traffic and in every test of the contract; none may fail.
 
-The quick run takes one cell a kind; the deep run all. A backend that is added is in it by itself.
+The quick run takes one cell per kind; the deep run all. A new backend is included automatically.
 """
 
 import random
@@ -49,7 +48,7 @@ def over(contract, *backends):
 
 
 def follow(contract, backend, seed):
-    """Random traffic of a backend, followed by an index."""
+    """Let an index follow random traffic of a backend."""
     mine = over(contract, backend)
     (spec,) = mine._specs()
     program = random_traffic(seed, 60, workers=2, ranks=1, most_blocks=5, most_in_a_burst=20)
@@ -95,7 +94,7 @@ CELLS = [
 
 
 @pytest.mark.parametrize(("contract", "backend", "name"), CELLS)
-def test_a_right_index_holds_what_it_was_once_failed_for(contract, backend, name):
+def test_a_right_index_passes_tests_that_once_failed_it(contract, backend, name):
     hold(contract() if backend is None else over(contract, backend), name)
 
 
@@ -112,11 +111,11 @@ OF_WINDOWS = {
     "test_it_follows_traffic_of_two_windows",
     "test_layer_groups_have_any_order",
 }
-"""Promises that `OfEdges` breaks over `trtllm`, as it does not read windows; `OfLongestWindow` holds them there."""
+"""Tests that `OfEdges` fails over `trtllm` because it does not read windows; `OfLongestWindow` passes them there."""
 
 EVERY = 8
-"""Of the promises over several caches, each backend has one in eight, and each promise one backend in eight: all cells
-take three hours."""
+"""Of the tests over several caches, each backend has one in eight, and each test one backend in eight: all cells take
+three hours."""
 
 
 @takes_long
@@ -137,7 +136,7 @@ take three hours."""
         ),
     ],
 )
-def test_a_right_index_holds_every_promise(contract, backends, name):
+def test_a_right_index_passes_every_test(contract, backends, name):
     hold(over(contract, *backends) if backends else contract(), name)
 
 
@@ -145,7 +144,7 @@ def test_a_right_index_holds_every_promise(contract, backends, name):
 
 
 def images(index, backend, seed):
-    """Prompts of equal tokens that differ in where an image begins; blocks are evicted all the time."""
+    """Serve prompts with equal tokens that differ in the offset of an image, with constant evictions."""
     rng = random.Random(seed)
     harness = RouterHarness(EngineProfile(block_size=4, num_blocks=12), backend, index)
     for _ in range(60):
@@ -156,7 +155,7 @@ def images(index, backend, seed):
 
 
 class Never(ByPlace):
-    """Wrong: it forgets nothing."""
+    """Wrong: ignores each Removed."""
 
     def apply(self, event):
         if type(event.event.data).__name__ != "Removed":
@@ -164,7 +163,7 @@ class Never(ByPlace):
 
 
 class NoPlace(ByPlace):
-    """By images, and not by where they begin: Dynamo's local hashes are so."""
+    """Hashes images without their offsets, like Dynamo's local hashes."""
 
     def chain(self, tokens, extra, prefix=()):
         keys = (extra or {}).get("extra_keys") or [None] * len(tokens)
@@ -181,17 +180,17 @@ def reusing(kind):
     "make", [partial(ByPlace, 4), partial(NoPlace, 4), partial(reusing, ByPlace)], ids=["place", "none", "exact"]
 )
 @each_parameter
-def test_an_index_that_keys_images_by_their_place_follows_vllm(make, seed):
+def test_an_index_that_keys_images_by_offset_follows_vllm(make, seed):
     images(make(), "vllm", seed)
 
 
 @pytest.mark.parametrize("seed", [0, 3])
-def test_an_index_that_drops_the_place_of_an_image_does_not_answer_what_is_reused(seed):
+def test_an_index_without_image_offsets_does_not_return_reusable_blocks(seed):
     with pytest.raises(EventRulesBroken, match="index_drift"):
         images(reusing(NoPlace), "vllm", seed)
 
 
-def test_an_index_that_forgets_no_image_is_found():
+def test_an_index_that_removes_no_image_is_found():
     with pytest.raises(EventRulesBroken, match="index_drift"):
         images(Never(4), "vllm", 0)
 
@@ -210,13 +209,13 @@ def test_an_index_that_forgets_no_image_is_found():
         ({"one_tier": 1}, "one_tier must be True or False, got 1"),
     ],
 )
-def test_a_declaration_that_contradicts_is_one_line(fields, text):
+def test_a_contradictory_declaration_is_refused_in_one_line(fields, text):
     mine = type("Mine", (OfEngineNames,), {"names": None, **fields})()
     with pytest.raises(pytest.fail.Exception, match=f"^Mine: {text}$"):
         mine.test_a_stored_prompt_is_found_whole()
 
 
-def test_an_index_that_computes_names_and_does_not_say_so_is_told_to():
+def test_an_index_that_computes_names_without_declaring_it_gets_advice():
     mine = type("Mine", (OfEngineNames,), {"names": None, "backends": ("vllm",)})()
     with pytest.raises(
         pytest.fail.Exception, match=r'^ByEngineNames has answered nothing .* names = "vllm", or a variant'
@@ -224,7 +223,7 @@ def test_an_index_that_computes_names_and_does_not_say_so_is_told_to():
         mine.test_a_stored_prompt_is_found_whole()
 
 
-def test_names_are_those_of_another_hash_where_it_is_declared():
+def test_a_declared_variant_gives_names_with_another_hash():
     other = BACKENDS["vllm"].variant("vllm_sha256", hash_algorithm="sha256", hash_seed="7")
     mine = type(
         "Mine", (OfEngineNames,), {"names": other, "make_index": lambda self, size: ByEngineNames(size, "sha256", "7")}

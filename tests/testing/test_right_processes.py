@@ -1,6 +1,4 @@
-"""The right router of the examples holds the contract of processes over every dialect, and so do right ones of other
-designs.
-"""
+"""The right router of the examples passes the contract of processes over every dialect, and so do other designs."""
 
 import pytest
 from contract_runs import names_of_tests
@@ -25,14 +23,14 @@ def wrong(dialect, name):
 
 @pytest.mark.parametrize("dialect", OF_AN_ENGINE)
 @pytest.mark.parametrize("name", OF_THE_DIALECT)
-def test_a_right_process_keeps_the_promises_that_depend_on_the_dialect(name, dialect):
+def test_a_right_process_passes_the_tests_that_depend_on_the_dialect(name, dialect):
     assert wrong(dialect, name) == ""
 
 
 @takes_long
 @pytest.mark.parametrize("dialect", sorted(spoken_dialects()))
 @pytest.mark.parametrize("name", names_of_tests(ProcessContract))
-def test_a_right_process_keeps_every_promise_over_every_dialect(name, dialect):
+def test_a_right_process_passes_every_test_over_every_dialect(name, dialect):
     assert wrong(dialect, name) == ""
 
 
@@ -40,25 +38,25 @@ FORMS = ("rank", "node")
 
 
 def behind(http):
-    """The contract of the plain router before engines whose ranks share ports of HTTP so."""
+    """Return the contract of the plain router over engines whose ranks share HTTP ports in this form."""
     return type("Of_plain", (OfPlainRouter,), {"http": http})
 
 
 @pytest.mark.parametrize("http", FORMS)
 @each_parameter
-def test_it_hears_every_rank_however_ranks_share_ports(http):
+def test_the_plain_router_receives_events_of_every_rank_in_every_http_form(http):
     assert outcome_of(behind(http), "test_it_hears_every_rank") == ""
 
 
 @takes_long
 @pytest.mark.parametrize("http", FORMS)
 @pytest.mark.parametrize("name", names_of_tests(ProcessContract))
-def test_it_holds_every_promise_however_ranks_share_ports(name, http):
+def test_the_plain_router_passes_every_test_in_every_http_form(name, http):
     found = outcome_of(behind(http), name)
     assert found == "" or found.startswith("skipped: ")
 
 
-def test_a_number_that_is_that_of_events_is_right_where_ports_have_all_ranks():
+def test_rank_numbers_of_events_are_right_if_one_port_has_all_ranks():
     assert outcome_of(of_bug("names_ranks_as_events_do"), "test_it_hears_every_rank") == ""
 
 
@@ -81,19 +79,19 @@ def design(name, **traits):
         ("weighs_hosts", "test_a_prompt_goes_to_the_host_that_has_it"),
     ],
 )
-def test_another_right_design_holds_what_it_was_once_failed_for(name, test):
+def test_another_right_design_passes_tests_that_once_failed_it(name, test):
     assert outcome_of(design(name), test) == ""
 
 
 @takes_long
 @pytest.mark.parametrize("test", names_of_tests(ProcessContract))
 @pytest.mark.parametrize("name", RIGHT_DESIGNS)
-def test_another_right_design_holds_every_promise(name, test):
+def test_another_right_design_passes_every_test(name, test):
     found = outcome_of(design(name), test)
     assert found == "" or found.startswith("skipped: ")
 
 
-def test_pairs_of_a_draft_model_are_read():
+def test_a_design_that_reads_look_ahead_reads_sglangs_pairs_of_a_draft_model():
     assert outcome_of(design("reads_look_ahead"), "test_it_reads_a_draft_model", "sglang-0.5.23") == ""
 
 
@@ -113,6 +111,6 @@ def test_a_process_that_does_not_read_chats_is_found():
         ({"sends": "chats"}, "sends: got 'chats'; did you mean 'chat'? allowed: completion, chat"),
     ],
 )
-def test_a_wrong_declaration_is_one_line_at_collection(declared, text):
+def test_a_wrong_declaration_of_a_process_is_reported_at_collection(declared, text):
     mine = type("Mine", (OfPlainRouter,), declared)
     assert mine.wrong_declaration() == text

@@ -1,6 +1,4 @@
-"""Clients that go away, in the contract of routers: right routers hold it, and one that keeps what a client left
-behind does not.
-"""
+"""Disconnecting clients in the contract of routers: right routers pass, and one that keeps counting them fails."""
 
 import re
 
@@ -23,8 +21,8 @@ def contract_of(make, **traits):
 
 
 class Fewest:
-    """Counts requests itself and says nothing of it; sends each where the fewest are, and lets it wait where all
-    have too many.
+    """Counts requests itself without reporting it; picks the worker with the fewest, and waits if all have too
+    many.
     """
 
     most = None
@@ -62,7 +60,7 @@ class Capped(Fewest):
 
 
 class Leaks(Fewest):
-    """Frees only what was served."""
+    """Frees only completed requests."""
 
     def finished(self, request):
         if request.status != "aborted":
@@ -70,11 +68,11 @@ class Leaks(Fewest):
 
 
 class LeaksCapped(Leaks, Capped):
-    """Likewise, and lets requests wait."""
+    """The same, and lets requests wait."""
 
 
 class FreesTwice(Fewest):
-    """Frees a request that was called off once more."""
+    """Frees an aborted request twice."""
 
     def finished(self, request):
         worker = self.of[request]
@@ -97,7 +95,7 @@ class FreesTwiceAndSays(RightRouter):
 
 
 class CountsWaiting(RightRouter):
-    """Keeps a place on its worker for a request that waits, until that is dispatched, and never looks for it again."""
+    """Reserves a place for a waiting request until its dispatch, and never checks the reservation again."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -123,7 +121,7 @@ class CountsWaiting(RightRouter):
 
 
 class WaitsForOne(Capped):
-    """Serves those that wait in order, and waits for one that has left."""
+    """Serves waiting requests in order, and waits for one that was aborted."""
 
     def __init__(self, workers):
         super().__init__(workers)

@@ -1,4 +1,4 @@
-"""Right routers hold the contract of routers; planted bugs fail it, each in a text that says what is wrong."""
+"""Right routers pass the contract of routers; planted bugs fail it, each with a text that describes the bug."""
 
 import re
 from collections import Counter
@@ -32,7 +32,7 @@ class OfRight(RouterContract):
 
 
 class ByTokens(RightRouter):
-    """Indexes tokens, as llm-d and AIBrix do: it reads no local hashes, neither of events nor of requests."""
+    """Indexes tokens, like llm-d and AIBrix: it ignores the local hashes of events and requests."""
 
     def apply(self, event):
         data, local = event.event.data, []
@@ -76,7 +76,7 @@ def of_bug(name):
 
 
 def skip_of(contract, name):
-    """What a test of a contract says where it is skipped; None where it passes."""
+    """Return the reason why a test of a contract is skipped, or None if it passes."""
     try:
         getattr(contract(), name)()
     except pytest.skip.Exception as skipped:
@@ -86,7 +86,7 @@ def skip_of(contract, name):
 
 @pytest.mark.parametrize("contract", [OfDynamo, OfRight, OfTokens, OfTurns, OfLeast])
 @pytest.mark.parametrize("name", TESTS)
-def test_a_right_router_passes_the_tests_of_aborts(contract, name):
+def test_a_right_router_passes_the_contract(contract, name):
     skipped = skip_of(contract, name)
     may_skip = {"test_it_believes_no_more_than_it_sent", *DECLARED}
     if contract not in (OfRight, OfTokens):
@@ -111,19 +111,19 @@ DECLARED = (
     "test_a_hole_ends_a_promise_of_a_store",
     "test_a_promise_that_was_broken_is_lowered",
 )
-"""Tests that a contract asks for."""
+"""Tests that need a declaration of the contract."""
 
 OF_OVERLAP = (
     "test_a_held_prompt_goes_where_it_is_however_loaded_others_are",
     "test_what_a_cordoned_worker_held_is_its_still",
 )
-"""Tests of routers that have `overlap(request)`."""
+"""Tests of routers with `overlap(request)`."""
 
 OVER = ("vllm", "sglang", "mocker_sglang_1_6", "hash_cache")
 
 
 def over(contract, name, **traits):
-    """A contract over another backend, or with further traits."""
+    """Return a contract over another backend, or with further traits."""
     return type(contract.__name__, (contract,), {"backend": name, **traits})
 
 
@@ -134,7 +134,7 @@ class OfRightOverAny(OfRight):
 
 @pytest.mark.parametrize("backend", OVER)
 @pytest.mark.parametrize("name", TESTS)
-def test_a_right_router_passes_the_tests_of_aborts_over_any_engine(backend, name):
+def test_a_right_router_passes_the_contract_over_any_engine(backend, name):
     skips = {
         "test_it_believes_no_more_than_it_sent": "RightRouter has no believed(request): what it takes to be where it "
         "sent it was "
@@ -152,7 +152,7 @@ def test_a_right_router_passes_the_tests_of_aborts_over_any_engine(backend, name
 
 
 @pytest.mark.parametrize("backend", ["sglang", "mocker_sglang_1_6"])
-def test_a_planted_bug_fails_it_over_sglang_too(backend):
+def test_a_planted_bug_fails_the_contract_over_sglang_too(backend):
     for name in ("stale_index", "lora_blind", "never_freed"):
         test, text = FAILS[name]
         assert text.partition(" says")[0] in (failure_of(over(of_bug(name), backend), test) or "")
@@ -186,7 +186,7 @@ def test_a_policy_that_packs_on_purpose_declares_it():
     assert "OfPacking.packs is True" in skips["test_it_uses_a_worker_that_joins"]
 
 
-def test_what_a_router_does_not_have_is_a_skip_that_says_so():
+def test_a_missing_method_of_a_router_causes_a_skip_that_names_it():
     for name, text in (
         ("test_its_loads_are_right", "RoundRobin has no loads(): what it counts of its open requests was not checked"),
         (
@@ -224,7 +224,7 @@ SHORT = (
     [([], SHORT), (["-q"], SHORT), (["-n2"], SHORT), (["-v"], UNJUDGED)],
     ids=["plain", "quiet", "xdist", "verbose"],
 )
-def test_what_no_scene_could_judge_is_one_line_a_class_at_the_end(pytester, options, expected):
+def test_unjudged_scenes_are_summed_up_in_one_line_per_class(pytester, options, expected):
     pytester.makepyfile(
         test_turns="""
         from pytest_kvmock.fleets import RoundRobin
@@ -266,8 +266,8 @@ FAILS = {
 
 
 @pytest.mark.parametrize("name", ROUTER_BUGS)
-def test_a_planted_bug_fails_it(name):
-    if name == "trusts_late_events":  # it is right by what it was told: only what was promised and not found shows it
+def test_a_planted_bug_fails_the_contract(name):
+    if name == "trusts_late_events":  # right by its events: only promised blocks that are not found show it
         assert name not in FAILS
         assert ROUTER_BUGS[name].found_by == "promised_not_found"
         assert failure_of(of_bug(name), "test_late_events_do_not_stop_it") is None
@@ -278,7 +278,7 @@ def test_a_planted_bug_fails_it(name):
 
 def test_a_bug_can_be_planted_in_a_custom_router():
     class Own(RightRouter):
-        """Another cost."""
+        """A router with another cost."""
 
     router = ROUTER_BUGS["never_freed"].make(range(2), of=Own)
     assert isinstance(router, Own)
@@ -303,7 +303,7 @@ def test_an_invalid_selector_is_named(selector, text):
 
 
 class FreedByFirstToken(RightRouter):
-    """Takes the prefill of a request away at its first token, which a request of one token does not have."""
+    """Frees the prefill of a request at its first token, which a request of one token does not have."""
 
     def first_token(self, request):
         self.seen = getattr(self, "seen", set()) | {request}
@@ -315,7 +315,7 @@ class FreedByFirstToken(RightRouter):
 
 
 class WaitsForFirstTokens(RoundRobin):
-    """Has four prompts at work at most, and is told of the end of none that has one token."""
+    """Runs at most four prompts, and frees none that has only one output token."""
 
     at_work = 0
 
@@ -334,7 +334,7 @@ class WaitsForFirstTokens(RoundRobin):
 
 
 class SharesOfPrompts(RoundRobin):
-    """Divides by the blocks of a prompt, of which a short one has none."""
+    """Divides by the number of blocks of a prompt, which is 0 for a short one."""
 
     def pick(self, request, candidates):
         return max(
@@ -343,7 +343,7 @@ class SharesOfPrompts(RoundRobin):
 
 
 class FirstOfEquals(RoundRobin):
-    """Takes the first of equal workers."""
+    """Picks the first of equal workers."""
 
     needs_candidates = True
 
@@ -352,7 +352,7 @@ class FirstOfEquals(RoundRobin):
 
 
 class Sticky(RoundRobin):
-    """Keeps a conversation where it began, and gives up on a worker that is gone in one of three ways."""
+    """Keeps a conversation at its first worker, and gives up on a removed worker in one of three ways."""
 
     def __init__(self, orphans):
         super().__init__()
@@ -370,7 +370,7 @@ class Sticky(RoundRobin):
 
 
 class BansForGood(RoundRobin):
-    """Never picks a worker again that was removed once."""
+    """Never picks a worker again that was removed."""
 
     def __init__(self):
         super().__init__()
@@ -384,14 +384,14 @@ class BansForGood(RoundRobin):
 
 
 class FirstOfAll:
-    """Cannot be asked with no candidates, and does not say so."""
+    """Cannot pick without candidates, and does not declare it."""
 
     def pick(self, request, candidates):
         return candidates[request.number % len(candidates)].worker
 
 
 class GivesUp(RoundRobin):
-    """Serves nothing any more once nobody was there."""
+    """Picks nothing any more after a moment without candidates."""
 
     gave_up = False
 
@@ -401,7 +401,7 @@ class GivesUp(RoundRobin):
 
 
 class KeepsTheLast(RightRouter):
-    """Believes that a last worker which is gone is there still."""
+    """Keeps the last worker after its removal."""
 
     def worker_removed(self, worker):
         if len(self.book.loads) > 1:
@@ -409,21 +409,21 @@ class KeepsTheLast(RightRouter):
 
 
 class WaitsForAll(RoundRobin):
-    """Lets all wait while one is no candidate."""
+    """Lets all requests wait while one worker is no candidate."""
 
     def pick(self, request, candidates):
         return super().pick(request, candidates) if len(candidates) in (0, 3, 5) else None
 
 
 class OwnList(RightRouter):
-    """Picks by its own list of workers, whoever is a candidate."""
+    """Picks from its own list of workers, candidates or not."""
 
     def choices(self, candidates):
         return self.workers()
 
 
 class FirstWhereOneIsMissing(RoundRobin):
-    """Sends all to the first while fewer are candidates than there are."""
+    """Picks the first candidate while some workers are missing among the candidates."""
 
     def started(self, workers):
         self.there = set(workers)
@@ -440,7 +440,7 @@ class FirstWhereOneIsMissing(RoundRobin):
 
 
 class LeavesOutForGood(RoundRobin):
-    """Never picks a worker again that was once no candidate."""
+    """Never picks a worker again that was once missing among the candidates."""
 
     def started(self, workers):
         self.there = set(workers)
@@ -454,7 +454,7 @@ class LeavesOutForGood(RoundRobin):
 
 
 class TakesForGone(RightRouter):
-    """Takes a worker that is no candidate for one that is gone."""
+    """Takes a worker that is no candidate for removed."""
 
     def pick(self, request, candidates):
         for worker in set(self.workers()) - {each.worker for each in candidates}:
@@ -464,7 +464,7 @@ class TakesForGone(RightRouter):
 
 
 class StaleTree(RoundRobin):
-    """Keeps what it sent to a worker that restarts."""
+    """Keeps its record of prompts sent to a worker that restarts."""
 
     def __init__(self, forgets=False, adapters=True):
         super().__init__()
@@ -584,7 +584,7 @@ def of(make, backend=None):
 
 @pytest.mark.parametrize("backend", [None, "sglang"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_router_fails_it(name, backend):
+def test_a_wrong_router_fails_the_contract(name, backend):
     make, test, text = WRONG[name]
     assert text in (failure_of(of(make, backend), test) or "")
 
@@ -597,7 +597,7 @@ def test_a_router_with_a_right_record_of_sent_prompts_passes(name):
 
 
 class ByWeight:
-    """Worker 0 is six times as large as each of the others, and gets so many requests."""
+    """Gives worker 0, six times as large as each of the others, six times as many requests."""
 
     def __init__(self):
         self.picked = Counter()
@@ -612,11 +612,11 @@ class ByWeight:
         return worker
 
 
-def test_while_one_is_cordoned_the_others_may_be_as_uneven_as_without_that():
+def test_with_one_worker_cordoned_the_others_may_be_as_uneven_as_otherwise():
     assert None is failure_of(of(ByWeight), "test_a_cordoned_worker_gets_nothing")
 
 
-def test_a_router_that_needs_candidates_is_right_where_it_says_so():
+def test_a_router_that_needs_candidates_is_right_if_it_declares_it():
     failure = failure_of(of(FirstOfAll), "test_requests_wait_while_nobody_is_there")
     assert "a router that cannot be asked so says needs_candidates = True" in failure
     declared = type("Declared", (FirstOfAll,), {"needs_candidates": True})
@@ -624,7 +624,7 @@ def test_a_router_that_needs_candidates_is_right_where_it_says_so():
 
 
 @worth_its_time
-def test_a_policy_that_takes_the_first_of_equals_declares_it():
+def test_a_policy_that_picks_the_first_of_equals_declares_it():
     contract = type("OfFirst", (of(FirstOfEquals),), {"first_of_equals": True})
     skips = {name: skip_of(contract, name) for name in TESTS}
     text = "OfFirst.first_of_equals is True: requests that come one by one, of prompts of which no worker holds a block: whether"  # noqa: E501
@@ -633,12 +633,12 @@ def test_a_policy_that_takes_the_first_of_equals_declares_it():
 
 
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_gemma3"])
-def test_small_caches_of_a_hybrid_model_serve_what_those_of_one_cache_do(backend):
+def test_small_caches_of_a_hybrid_model_serve_the_same_requests_as_those_of_a_plain_one(backend):
     assert None is failure_of(of(RoundRobin, backend), "test_it_follows_evictions")
 
 
 class Rests(RightRouter):
-    """Sends nothing to a worker for two seconds after it came again."""
+    """Sends nothing to a worker for two seconds after its return."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -654,7 +654,7 @@ class Rests(RightRouter):
         return super().pick(request, rested or candidates)
 
 
-def test_a_policy_that_lets_a_worker_rest_declares_it():
+def test_a_policy_that_lets_a_returned_worker_rest_declares_it():
     name = "test_it_uses_a_worker_that_is_back"
     rests = type("OfRests", (RouterContract,), {"make_router": lambda self, workers: Rests(workers)})
     assert "got none of" in failure_of(rests, name)

@@ -1,4 +1,4 @@
-"""Everyday load in the contract of routers: right ones are far from each limit, and wrong ones fail by name."""
+"""Everyday load in the contract of routers: right routers are far from each limit, and wrong ones fail by name."""
 
 import re
 import sys
@@ -62,7 +62,7 @@ RIGHT = {
 @pytest.mark.parametrize("backend", few(["vllm", "sglang", "mocker_sglang_1_6", "lineage"]))
 @pytest.mark.parametrize("name", RIGHT)
 def test_right_routers_are_far_from_each_limit(name, backend, seed, monkeypatch):
-    """In 30 seeds they had at most 1.38 times the mean, and may have 2.0 times, or 1.8 of three."""
+    """Over 30 seeds their maximum was 1.38 times the mean; the limit is 2.0 times, or 1.8 of three workers."""
     found = []
 
     def noted(of, counts, *more):
@@ -81,7 +81,7 @@ def test_right_routers_are_far_from_each_limit(name, backend, seed, monkeypatch)
 
 
 class Drawing:
-    """Draws among the workers of the best score."""
+    """Draws among the workers with the best score."""
 
     def __init__(self):
         self.rng = Random(0)
@@ -93,15 +93,13 @@ class Drawing:
 
 
 def stretched(values):
-    """Each value between the least and the most, from 0 to 1."""
+    """Scale the values to the range from 0 to 1."""
     least, most = min(values), max(values)
     return [(each - least) / (most - least) if most > least else 0.0 for each in values]
 
 
 class Stretched(Drawing):
-    """Stretches each score between the least and the most: one block of a template is worth as much as a whole
-    prompt.
-    """
+    """Scales each score to its range: one shared block of a template counts as much as a whole prompt."""
 
     def scores(self, request, candidates):
         prefixes = stretched([each.overlap for each in candidates])
@@ -110,7 +108,7 @@ class Stretched(Drawing):
 
 
 class FirstBlock(Drawing):
-    """Goes by the hash of the first block, however loaded its worker is; a prompt without one goes to any."""
+    """Picks by the hash of the first block, whatever the load; a prompt without one goes to any worker."""
 
     def pick(self, request, candidates):
         if not request.local_hashes:
@@ -119,28 +117,28 @@ class FirstBlock(Drawing):
 
 
 class ShortCut(TwoChoices):
-    """Has nothing to look up for a prompt without a full block, and takes the first."""
+    """Picks the first worker for a prompt without a full block, for which it can look up nothing."""
 
     def pick(self, request, candidates):
         return super().pick(request, candidates) if request.local_hashes else candidates[0].worker
 
 
 class NeverTheLast(RoundRobin):
-    """Is off by one where it has nothing to look up."""
+    """Leaves out the last worker for a prompt without a full block."""
 
     def pick(self, request, candidates):
         return super().pick(request, candidates if request.local_hashes else candidates[:-1])
 
 
 class FirstOfBest:
-    """Takes the first of the best, by the overlap and what it is shown of loads."""
+    """Picks the first of the best workers by overlap and load."""
 
     def pick(self, request, candidates):
         return max(candidates, key=lambda each: each.overlap - each.active_requests).worker
 
 
 class DrawsWhereAllTie(Drawing):
-    """Draws only where all workers tie, else it takes the first of the best."""
+    """Draws only if all workers tie; otherwise it picks the first of the best."""
 
     def pick(self, request, candidates):
         scores = [each.overlap - each.active_requests for each in candidates]
@@ -150,7 +148,7 @@ class DrawsWhereAllTie(Drawing):
 
 
 class FirstUnlessAllTie(DrawsWhereAllTie):
-    """Likewise, and it takes the first of all."""
+    """Draws only if all workers tie; otherwise it picks the first worker."""
 
     def pick(self, request, candidates):
         scores = {each.overlap - each.active_requests for each in candidates}
@@ -158,14 +156,14 @@ class FirstUnlessAllTie(DrawsWhereAllTie):
 
 
 class Avoiding(Drawing):
-    """Takes what a worker holds for what it has to do."""
+    """Counts cached blocks of a prompt as work."""
 
     def scores(self, request, candidates):
         return [-each.overlap - each.active_requests for each in candidates]
 
 
 class WrongSign(Drawing):
-    """Adds the share of the prompt that is there to the requests that are open, and takes the least."""
+    """Adds the cached share of the prompt to the open requests, and picks the lowest sum."""
 
     def scores(self, request, candidates):
         blocks = max(1, len(request.local_hashes))
@@ -214,13 +212,13 @@ WRONG = {
 
 @pytest.mark.parametrize("backend", [None, "sglang"])
 @pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_router_fails_it(name, backend):
+def test_a_wrong_router_fails_the_load_tests_by_name(name, backend):
     make, test, text = WRONG[name]
     assert text in (failure_of(contract(make, backend=backend), test) or "")
 
 
-def test_no_holder_of_a_prefix_may_get_most_requests():
-    """What goes to the worker without it, 8 of 20 here, takes nothing away from who has 9 of the other 12."""
+def test_no_worker_with_a_prefix_may_get_most_of_its_requests():
+    """Here 8 of 20 requests go to the worker without the prefix; one of the others has 9 of the remaining 12."""
 
     class Turns(RoundRobin):
         def pick(self, request, candidates):
@@ -244,12 +242,12 @@ def test_a_router_that_avoids_cached_prefixes_fails(make, monkeypatch):
 
 
 @pytest.mark.parametrize("make", [RoundRobin, LeastLoaded, MostCached, TwoChoices, Scorers, FirstBlock, Stretched])
-def test_a_router_that_ignores_caches_is_like_a_random_one(make):
+def test_a_router_that_ignores_caches_passes_like_a_random_one(make):
     assert failure_of(contract(make), AVOIDS) is None
 
 
 class TakesTheFirst(RightRouter):
-    """Takes the first of those that cost least."""
+    """Picks the first worker with the lowest cost."""
 
     def pick(self, request, candidates):
         overlaps = self.overlap(request)
@@ -269,13 +267,13 @@ def test_workers_that_tie_must_share():
 
 
 class ByName:
-    """By who it is: no two cost the same."""
+    """Costs by the worker's name: no two are equal."""
 
     def cost(self, request, candidate):
         return candidate.worker
 
 
-def test_ties_are_asked_for_by_a_selector_and_only_where_there_are_some():
+def test_ties_are_checked_only_if_there_is_a_selector_and_workers_tie():
     assert skip_of(contract(RoundRobin), TIES) == (
         "OfX.selector is None: whether workers that tie for the least cost share was not checked"
     )
@@ -295,7 +293,7 @@ EXCUSED = {
 
 
 @pytest.mark.parametrize("trait", EXCUSED)
-def test_a_declaration_excuses_the_scenes_that_it_names_and_no_other(trait):
+def test_a_declaration_excuses_only_the_scenes_that_it_names(trait):
     class First(DrawsWhereAllTie):
         def pick(self, request, candidates):
             return candidates[0].worker
@@ -310,7 +308,7 @@ def test_a_declaration_excuses_the_scenes_that_it_names_and_no_other(trait):
             assert "worker 0 has 4.00 times the mean" in failure_of(declared, test)
 
 
-def test_there_is_nothing_shorter_than_a_block_of_one_token():
+def test_no_prompt_is_shorter_than_a_block_of_one_token():
     pages = contract(RoundRobin, backend="sglang", block_size=1)
     assert skip_of(pages, SHORT) == "block_size is 1: prompts of less than a block were not checked, as there are none"
     assert failure_of(pages, TEMPLATE) is None
@@ -318,7 +316,7 @@ def test_there_is_nothing_shorter_than_a_block_of_one_token():
 
 @pytest.mark.parametrize("block_size", [2, 128])
 @pytest.mark.parametrize("name", [name for name in dir(EverydayLoad) if name.startswith("test_")])
-def test_blocks_may_be_of_any_size(name, block_size):
+def test_load_tests_work_with_any_block_size(name, block_size):
     right = of_workers(RightRouter, block_size=block_size, selector=DynamoRouter("1.2.1"))
     assert failure_of(right, name) is None
 
@@ -329,7 +327,7 @@ ENDED_WELL = "test_what_ended_well_is_no_load"
 
 
 class NeverFrees(Fewest):
-    """Counts load by `size`, and takes nothing away."""
+    """Counts load by `size` and never frees it."""
 
     def dispatched(self, request, worker):
         self.open[worker] += self.size(request, worker)
@@ -342,14 +340,14 @@ class NeverFrees(Fewest):
 
 
 class NeverFreesTokens(NeverFrees):
-    """Counts the tokens of prompts."""
+    """Counts prompt tokens."""
 
     def size(self, request, worker):
         return request.prompt_tokens
 
 
 class NeverFreesPrefill(NeverFrees):
-    """Counts the tokens of prompts that are yet to be computed."""
+    """Counts prompt tokens that are not cached."""
 
     def pick(self, request, candidates):
         self.overlaps = {each.worker: each.overlap for each in candidates}
@@ -360,7 +358,7 @@ class NeverFreesPrefill(NeverFrees):
 
 
 class NeverFreesBlocks(NeverFrees):
-    """Counts blocks, one that requests share once."""
+    """Counts blocks, shared ones once."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -373,7 +371,7 @@ class NeverFreesBlocks(NeverFrees):
 
 
 class Silent(RightRouter):
-    """Dynamo's cost, and the number of requests; it says nothing of what it believes."""
+    """Uses Dynamo's cost plus the number of requests, and reports no beliefs."""
 
     loads = overlap = workers = None
 
@@ -389,7 +387,7 @@ class Silent(RightRouter):
 
 
 class KeepsRequests(Silent):
-    """Frees blocks and tokens, and never the number of requests."""
+    """Frees blocks and tokens, but never the number of requests."""
 
     def finished(self, request):
         load, _ = self.book._open[request, request.phase]
@@ -398,7 +396,7 @@ class KeepsRequests(Silent):
 
 
 class KeepsBlocks(Silent):
-    """Frees the number of requests and tokens, and never blocks."""
+    """Frees the number of requests and tokens, but never blocks."""
 
     def finished(self, request):
         load, prefill = self.book._open.pop((request, request.phase))
@@ -407,7 +405,7 @@ class KeepsBlocks(Silent):
 
 
 class KeepsPrefill(Silent):
-    """Frees the number of requests and blocks, and never the tokens that were to be computed."""
+    """Frees the number of requests and blocks, but never prefill tokens."""
 
     def first_token(self, request):
         load, _ = self.book._open[request, request.phase]
@@ -430,7 +428,7 @@ class KeepsPrefill(Silent):
     ],
     ids=["counting", "right", "dynamo", "turns", "least", "cached", "two choices", "llm-d", "silent"],
 )
-def test_a_worker_that_has_served_much_is_used_again(make, backend):
+def test_a_worker_that_has_served_many_requests_is_used_again(make, backend):
     assert None is failure_of(of_workers(make, backend=backend), ENDED_WELL)
 
 

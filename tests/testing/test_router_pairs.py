@@ -1,4 +1,4 @@
-"""The contract of routers before P/D pairs: public bugs fail by name, and their right twin passes."""
+"""The contract of routers over P/D pairs: public bugs fail by name, and their right twin passes."""
 
 import pytest
 from contract_runs import failure_of, names_of_tests
@@ -9,7 +9,7 @@ from pytest_kvmock.fleets import DECODE_ALONE, LeastLoaded
 from pytest_kvmock.testing import RightRouter, RouterContract
 from pytest_kvmock.testing.router.router_pairs import PairScenes
 
-FIRST = {name.partition("-")[0]: name for name, *_ in reversed(BUGS)}  # a way of each row
+FIRST = {name.partition("-")[0]: name for name, *_ in reversed(BUGS)}  # one way per row
 CASES = [pytest.param(*rest, id=name) for name, *rest in BUGS if DEEP or name in FIRST.values()]
 OF_PAIRS = [name for name in vars(PairScenes) if name.startswith("test_") and name != "test_pairs_are_judged"]
 SCENES = [*dict.fromkeys([*(test for _, _, test, _ in BUGS), *OF_PAIRS])]
@@ -35,7 +35,7 @@ def right(way, test="", **about):
 
 
 def failures_of(contract, tests):
-    """The tests that fail, and what they say."""
+    """Return the tests that fail, with their messages."""
     found = {}
     for name in tests:
         try:
@@ -49,7 +49,7 @@ def failures_of(contract, tests):
 
 @each_parameter
 @pytest.mark.parametrize("test", SCENES)
-def test_their_right_twin_passes(test):
+def test_the_right_twin_of_the_public_bugs_passes(test):
     ways = WAYS if DEEP else WAYS[:1]
     assert [failure_of(right(way, test), test) for way in ways] == [None] * len(ways)
 
@@ -57,14 +57,14 @@ def test_their_right_twin_passes(test):
 @takes_long
 @pytest.mark.parametrize("seed", range(2, 6))
 @pytest.mark.parametrize("test", SCENES)
-def test_their_right_twin_passes_in_other_traffic(test, seed):
+def test_the_right_twin_of_the_public_bugs_passes_in_other_traffic(test, seed):
     assert [failure_of(right(way, test, seed=seed), test) for way in WAYS] == [None] * 3
 
 
 @takes_long
 @pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_right_router_of_pairs_passes_all_of_the_contract(way, order):
+def test_a_right_router_of_pairs_passes_the_whole_contract(way, order):
     contract = right(way, order=order)
     assert failures_of(contract, names_of_tests(contract)) == {}
 
@@ -104,13 +104,13 @@ class SaysNothing(Pairs):
         (SaysNothing, "test_legs_meet"),
     ],
 )
-def test_what_a_router_declares_is_judged_as_such(contract, test):
+def test_a_router_of_pairs_is_judged_by_its_declarations(contract, test):
     assert failure_of(contract, test) is None
 
 
 @takes_long
 @pytest.mark.parametrize("contract", [FallsBack, Holds, OneEach, SaysNothing])
-def test_what_a_router_declares_is_judged_as_such_everywhere(contract):
+def test_a_router_of_pairs_is_judged_by_its_declarations_in_every_scene(contract):
     assert failures_of(contract, SCENES) == {}
 
 
@@ -133,5 +133,5 @@ def test_pairs_that_are_not_judged_are_reported_once():
         ({"timeout_s": 0}, "timeout_s must be seconds above 0, got 0"),
     ],
 )
-def test_a_wrong_declaration_is_refused(declared, why):
+def test_a_wrong_declaration_of_pairs_is_refused(declared, why):
     assert why in failure_of(type("Wrong", (Pairs,), declared), "test_legs_meet")

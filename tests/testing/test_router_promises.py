@@ -1,4 +1,4 @@
-"""What a router does with what workers hold, who is gone, and who waits: wrong policies fail by name, and right ones
+"""Routers and the blocks of workers, removed workers and waiting requests: wrong policies fail by name, right ones
 pass.
 """
 
@@ -35,7 +35,7 @@ ALL = (HELD, DRAINED, RETURNS, REFUSED, WAITS, REPEATS, CRASH, LEAVES)
 
 
 class ForgetsTheCordoned(RightRouter):
-    """Drops what a worker held that is no candidate; wrong unless it is declared."""
+    """Drops the blocks of a worker that is no candidate; wrong unless it is declared."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -50,7 +50,7 @@ class ForgetsTheCordoned(RightRouter):
 
 
 class TakesTheBackForIdle(RightRouter):
-    """A worker that was no candidate for a while has nothing to do, and is sent all for a while."""
+    """Takes a worker that returns among the candidates for idle, and sends it every request for a while."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -73,7 +73,7 @@ class TakesTheBackForIdle(RightRouter):
 
 
 class SwitchesByAnotherOne(RightRouter):
-    """Balances all, as soon as one worker has too much."""
+    """Balances all requests as soon as one worker has too many."""
 
     most = 8
 
@@ -94,7 +94,7 @@ class ComputesOverlapsForNothing(RightRouter):
 
 
 class BelievesInTheGone(RightRouter):
-    """What ended is believed to be where it was, whoever is gone by then."""
+    """Believes that prompts of ended requests stay at their worker, whichever worker is removed by then."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -123,7 +123,7 @@ class BelievesInTheGone(RightRouter):
 
 
 class KeepsThePageOfTheGone(RightRouter):
-    """A worker that is gone keeps its page in the book, with what was open."""
+    """Keeps the load of a removed worker, with its open requests."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -139,7 +139,7 @@ class KeepsThePageOfTheGone(RightRouter):
 
 
 class NeverAgainByThatName(RightRouter):
-    """Whoever was lost is not used again."""
+    """Never picks a worker again that was lost."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -164,7 +164,7 @@ class CountsTheRefusedInSilence(CountsTheRefused):
 
 
 class Places:
-    """Each worker has four places, and who finds none waits."""
+    """Gives each worker four places; requests that find none wait."""
 
     def pick(self, request, candidates):
         free = [each for each in candidates if each.active_requests < 4]
@@ -172,7 +172,7 @@ class Places:
 
 
 class Expects(RightRouter):
-    """Right: what it sent to a worker counts as held there, until events say what is."""
+    """Right: counts a prompt as held by the worker that it was sent to, until events tell."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -195,7 +195,7 @@ class Expects(RightRouter):
 
 
 class ExpectsWholePromptsAlone(Expects):
-    """It looks for what it sent by the whole prompt."""
+    """Looks up its record of sent prompts by the whole prompt."""
 
     def dispatched(self, request, worker):
         RightRouter.dispatched(self, request, worker)
@@ -217,7 +217,7 @@ class DrawsByTheClock(RightRouter):
 
 
 class OfTiers(RightRouter):
-    """What a host holds saves three quarters of a block."""
+    """Values a block on the host at three quarters of a block."""
 
     weight = 0.75
 
@@ -278,17 +278,17 @@ RIGHT = {
     "waits in order": (contract(Places), WAITS),
     "weighs the host": (of_workers(OfTiers, **TIERS), HOST),
 }
-"""Contracts over right routers, each with the tests that it is to pass."""
+"""Contracts over right routers, each with the tests that it must pass."""
 
 
 @pytest.mark.parametrize("name", few(WRONG, 15))
-def test_a_wrong_router_fails(name):
+def test_a_wrong_router_fails_its_test(name):
     wrong, test, text = WRONG[name]
     assert text in (failure_of(wrong, test) or "")
 
 
 @pytest.mark.parametrize("name", few(RIGHT, 11))
-def test_a_right_router_passes(name):
+def test_a_right_router_passes_its_tests(name):
     right, *tests = RIGHT[name]
     failures = {}
     for test in tests:
@@ -311,5 +311,5 @@ def test_a_right_router_passes(name):
         ({"tiers": {"host": 0}}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
     ],
 )
-def test_a_wrong_declaration_is_one_line(declared, message):
+def test_a_wrong_declaration_is_refused_in_one_line(declared, message):
     assert failure_of(of_workers(RightRouter, **declared), REPEATS) == f"Failed: OfX: {message}"

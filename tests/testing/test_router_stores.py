@@ -1,4 +1,4 @@
-"""What a router makes of stores that workers share: wrong ones fail by name, and right ones pass."""
+"""Routers over stores shared by workers: wrong ones fail by name, and right ones pass."""
 
 import pytest
 from contract_runs import failure_of
@@ -37,7 +37,7 @@ def skip_of(subject, name=OWN):
 @pytest.mark.parametrize("kind", RIGHT, ids=lambda kind: kind.__name__)
 @pytest.mark.parametrize("name", ALL)
 @each_parameter
-def test_a_right_router_passes(name, kind, seed):
+def test_a_right_router_over_stores_passes(name, kind, seed):
     if name != OWN and not hasattr(kind, "overlap_by_owner"):
         assert "what it promises of a store was not checked" in skip_of(contract(kind, seed), name)
     else:
@@ -48,7 +48,7 @@ def test_a_right_router_passes(name, kind, seed):
 @pytest.mark.parametrize("name", [OWN, OUTLIVES])
 @pytest.mark.parametrize(("kind", "stores"), [(OfFar, FAR), (OfChunks, CHUNKS), (LeavesStoresOut, FAR)])
 @each_parameter
-def test_a_right_router_passes_over_other_kinds(kind, stores, name, seed):
+def test_a_right_router_passes_over_other_kinds_of_stores(kind, stores, name, seed):
     if name == OWN or kind is not LeavesStoresOut:
         assert failure_of(contract(kind, seed, stores=stores), name) is None
 
@@ -61,20 +61,20 @@ def test_a_right_router_passes_over_other_kinds(kind, stores, name, seed):
     ],
 )
 @each_parameter
-def test_a_wrong_router_is_found_over_other_kinds(kind, stores, text):
+def test_a_wrong_router_is_found_over_other_kinds_of_stores(kind, stores, text):
     assert text in (failure_of(contract(kind, stores=stores), OWN) or "")
 
 
 @pytest.mark.parametrize("seed", few(range(5)))
 @pytest.mark.parametrize("kind", WRONG, ids=lambda kind: kind.__name__)
 @each_parameter
-def test_a_wrong_router_is_found(kind, seed):
+def test_a_wrong_router_over_stores_is_found(kind, seed):
     name, text = WRONG[kind]
     found = failure_of(contract(kind, seed), name) or ""
     assert [part for part in text.split("...") if part.strip() not in found] == [], found
 
 
-def test_what_is_not_judged_is_said():
+def test_unjudged_properties_of_stores_are_reported():
     class OfTurns(RouterContract):
         def make_router(self):
             return RoundRobin()
@@ -105,19 +105,19 @@ def test_what_is_not_judged_is_said():
     ],
 )
 @each_parameter
-def test_a_wrong_declaration_is_refused(stores, message):
+def test_a_wrong_declaration_of_stores_is_refused(stores, message):
     assert message in failure_of(contract(Counting, stores=stores), OWN)
 
 
 def notes_of(kind):
-    """What a contract adds to the summary of the run as a test of it runs."""
+    """Return the notes that a contract adds to the summary of a run."""
     subject = contract(kind)()
     subject._properties, subject._class_id = [], "test_x.py::TestX"
     getattr(subject, LOWERED)()
     return [text for _, text in subject._properties]
 
 
-def test_a_promise_that_was_paid_for_twice_is_told_and_no_failure():
+def test_a_broken_promise_paid_twice_is_noted_and_is_no_failure():
     shows = "(request.reused_tokens in finished(request) shows a miss)"
     told = f"4 of 4 promises of deleted blocks were paid for twice {shows}"
     assert notes_of(Counting) == [f"test_x.py::TestX, the store 'disk': {told}"]

@@ -16,7 +16,7 @@ TESTS = [name for name in vars(SharedStores) if name.startswith("test_") and nam
 
 
 class LeavesStoresOut(RadixIndex):
-    """An index of workers alone."""
+    """An index of workers only."""
 
     def __init__(self, *, stores, **traits):
         super().__init__(**traits)
@@ -28,7 +28,7 @@ class LeavesStoresOut(RadixIndex):
 
 
 class PromisesTheFirst(RadixIndex):
-    """It promises the first block of what a store has, alike to all."""
+    """Promises the first block of a store to all workers alike."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
@@ -41,7 +41,7 @@ class PromisesTheFirst(RadixIndex):
 
 @pytest.mark.parametrize("make", [RadixIndex, LeavesStoresOut, PromisesTheFirst])
 @each_parameter
-def test_a_right_index_passes(make):
+def test_a_right_index_of_stores_passes(make):
     contract = sharing(make)
     assert {name: failure for name in TESTS if (failure := failure_of(contract, name)) is not None} == {}
 
@@ -49,23 +49,23 @@ def test_a_right_index_passes(make):
 @takes_long
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("make", [RadixIndex, LeavesStoresOut, PromisesTheFirst])
-def test_a_right_index_follows_any_traffic(make, seed, monkeypatch):
+def test_a_right_index_of_stores_follows_any_traffic(make, seed, monkeypatch):
     monkeypatch.setattr(store_owners, "_TRAFFIC", [(10 + seed, chunk) for chunk in (1, 2, 4)])
     assert failure_of(sharing(make), "test_it_follows_workers_that_share_a_folder") is None
 
 
-def test_a_right_index_passes_whose_engines_clear_what_is_below():
+def test_a_right_index_passes_over_engines_that_clear_lower_tiers():
     contract = sharing(RadixIndex, backends=("lineage",))
     assert {name: failure for name in TESTS[:-1] if (failure := failure_of(contract, name)) is not None} == {}
 
 
 @pytest.mark.parametrize(("mutant", "names", "ends_in"), SHARED.each())
 @each_parameter
-def test_a_wrong_index_is_found(mutant, names, ends_in):
+def test_a_wrong_index_of_stores_is_found(mutant, names, ends_in):
     assert [name for name in names if failure_of(mutant, name, *ends_in) is None] == []
 
 
-def test_it_is_not_judged_where_no_store_is_declared():
+def test_stores_are_not_judged_unless_they_are_declared():
     class TestIt(IndexContract):
         def make_index(self):
             return RadixIndex()
@@ -74,13 +74,13 @@ def test_it_is_not_judged_where_no_store_is_declared():
         TestIt().test_a_hole_ends_what_a_store_promises()
 
 
-def test_a_wrong_declaration_is_refused():
+def test_a_wrong_declaration_of_stores_is_refused():
     contract = sharing(RadixIndex, stores={"disk": {"kind": "file", "workers": [0]}})
     with pytest.raises(pytest.fail.Exception, match=r"stores\['disk'\]: unknown kind 'file'; did you mean 'files'"):
         contract().test_a_hole_ends_what_a_store_promises()
 
 
-def test_an_index_of_shared_stores_is_judged_by_its_declaration():
+def test_a_wrong_index_fails_with_the_declared_store_in_its_message():
     class CreditsThePublisher(RadixIndex):
         def __init__(self, *, stores, **traits):
             super().__init__(**traits)

@@ -1,6 +1,4 @@
-"""Routers that notice a restart which nobody announced, by event ids that begin anew, and routers that do not: both
-are right.
-"""
+"""Routers that detect an unannounced restart by event ids that start again, and routers that do not: both are right."""
 
 from random import Random
 
@@ -29,7 +27,7 @@ BACKENDS_ = ["lineage", "vllm", "sglang", "mocker_sglang_1_6", "hash_cache"]
 
 
 class Capped(RightRouter):
-    """Sends no more than so many requests to a worker at once."""
+    """Sends at most `cap` requests to a worker at once."""
 
     cap = 1000
 
@@ -41,7 +39,7 @@ class Capped(RightRouter):
 
 
 class Noticing(Capped):
-    """Drops what it took a rank to hold as its event ids begin anew."""
+    """Drops the blocks of a rank when its event ids start again."""
 
     def __init__(self, *args, **kwargs):
         super().__init__(*args, **kwargs)
@@ -63,7 +61,7 @@ class Noticing(Capped):
 
 
 class DropsTooMuch(Noticing):
-    """Drops all workers."""
+    """Drops the blocks of all workers."""
 
     def began_anew(self, key):
         for worker in self.workers():
@@ -71,7 +69,7 @@ class DropsTooMuch(Noticing):
 
 
 class DropsLater(Noticing):
-    """Drops what came since, too: ten events late."""
+    """Drops later blocks too: ten events late."""
 
     count = 0
 
@@ -108,18 +106,18 @@ def contract(kind, backend=None, cap=1000, **traits):
 @pytest.mark.parametrize("cap", [1000, 4, 3, 2])
 @pytest.mark.parametrize("backend", BACKENDS_)
 @pytest.mark.parametrize("kind", [Capped, Noticing, Declared])
-def test_a_router_that_notices_it_is_right_and_one_that_does_not(kind, backend, cap):
+def test_a_router_that_detects_a_silent_restart_and_one_that_does_not_are_both_right(kind, backend, cap):
     assert failure_of(contract(kind, backend, cap), SCENE) is None
 
 
 @pytest.mark.parametrize("kind", [DropsTooMuch, DropsLater])
-def test_a_router_that_drops_another_worker_is_wrong(kind):
+def test_a_router_that_drops_too_many_blocks_is_wrong(kind):
     failure = failure_of(contract(kind), SCENE)
     assert "overlap_drift" in failure
     assert "by the reference index of the same events" in failure
 
 
-def test_a_router_that_declares_to_notice_restarts_must_do_so():
+def test_a_router_that_declares_to_detect_restarts_must_do_so():
     text = "as it dropped what it held before event 0 at "
     assert failure_of(contract(Declared), SCENE) is None
     assert failure_of(contract(Noticing, survives=("restart",)), SCENE) is None
@@ -131,7 +129,7 @@ def test_a_router_that_declares_to_notice_restarts_must_do_so():
 
 
 @pytest.mark.parametrize("survives", ["restart", ("double",), 3])
-def test_what_it_survives_is_a_restart(survives):
+def test_survives_must_be_a_restart(survives):
     text = f"survives must be ('restart',) or (), got {survives!r}"
     assert text in failure_of(contract(RightRouter, survives=survives), SCENE)
     router = type("Router", (RoundRobin,), {"survives": survives})()
@@ -155,7 +153,7 @@ KINDS = [Capped, Noticing, Declared]
 
 
 def happen(fleet, rng, workers):
-    """Restarts without a word and with one, of any worker, and one that is lost."""
+    """Request announced and unannounced restarts of random workers, and one crash."""
     for _ in range(rng.randint(1, 4)):
         fleet.at(rng.uniform(1, 400)).restart(rng.randrange(workers), announced=rng.random() < 0.2)
     if rng.random() < 0.3:
@@ -164,7 +162,7 @@ def happen(fleet, rng, workers):
 
 @pytest.mark.parametrize("seed", seeds(60))
 @pytest.mark.parametrize("kind", KINDS)
-def test_over_bare_engines_each_is_right_in_every_run(kind, seed):
+def test_over_bare_engines_each_of_these_routers_is_right_in_every_run(kind, seed):
     rng = Random(seed)
     backend, ranks = rng.choice(BACKENDS_), rng.choice([1, 1, 2])
     engine_type = BACKENDS[backend].scheduler
@@ -185,7 +183,7 @@ def test_over_bare_engines_each_is_right_in_every_run(kind, seed):
 @pytest.mark.parametrize("backend", few(BACKENDS_, 3))
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", seeds(6))
-def test_with_a_verdict_each_is_right_too(kind, backend, seed):
+def test_over_a_harness_each_of_these_routers_is_right_too(kind, backend, seed):
     harness = RouterHarness(EngineProfile(block_size=4, num_blocks=200, workers=3), backend)
     fleet = harness.fleet(kind(range(3), copies=BACKENDS[backend].residency == "counted"))
     fleet.at(Random(seed).uniform(50, 200)).restart(1, announced=False)
@@ -214,6 +212,6 @@ def test_an_announced_restart_ends_the_watch():
     assert restarts.prefill_tokens(1) == 0
     restarts.forget(1)
     assert restarts.prefill_tokens(1) is None
-    for number in (0, 0):  # as in any stream that restarts announced
+    for number in (0, 0):  # like in any stream after an announced restart
         restarts.applied(stored(number, 5), 1, RadixIndex, 1.0)
     assert restarts.noticed == {}

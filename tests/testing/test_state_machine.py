@@ -1,4 +1,4 @@
-"""The state machine: sound backends pass, seeded bugs are found, and what is printed is a program that shows them."""
+"""The state machine: right backends pass, seeded bugs are found, and the printed program shows them again."""
 
 import re
 
@@ -25,10 +25,10 @@ QUICK = settings(
 
 
 @pytest.mark.parametrize("backend", EACH)
-def test_a_sound_backend_passes(backend):
+def test_a_right_backend_passes(backend):
     sizes = {"workers": 2, "block_size": block_size_of(backend, 2)}
     machine = KvStateMachine.for_backend(backend, **sizes, make_index=lambda: RadixIndex(count_copies=True))
-    most = FEWEST_EXAMPLES if backend in HYBRID else examples(30)  # the models of a program share its manager
+    most = FEWEST_EXAMPLES if backend in HYBRID else examples(30)  # the models of an engine share its manager
     run_state_machine_as_test(machine, settings=settings(QUICK, max_examples=most))
 
 
@@ -46,7 +46,7 @@ def spoilt_manager(*, num_blocks, block_size, dp_rank, sink):
 
 
 class IgnoresAllRemoved(KvStateMachine):
-    """A machine whose index is at fault, as a subclass."""
+    """A machine with a wrong index, as a subclass."""
 
     backend = "lru"
     num_blocks = 3
@@ -82,8 +82,8 @@ STEP = r"(?:request_\d+ = )?state\.(prefill|decode|finish|preempt|resume|clear)\
 
 @worth_its_time
 @pytest.mark.parametrize(("machine", "needed"), few(BUGS))
-def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine, needed):
-    with pytest.raises(Exception) as raised:  # whatever a broken engine comes to
+def test_a_seeded_bug_is_found_and_printed_in_the_few_steps_that_show_it(machine, needed):
+    with pytest.raises(Exception) as raised:  # whatever a broken engine raises
         run_state_machine_as_test(machine, settings=QUICK)
     program = steps_in(raised.value)
     assert program[0] == f"state = {machine.__name__}()"
@@ -92,7 +92,7 @@ def test_a_seeded_bug_is_found_and_printed_as_the_few_steps_that_show_it(machine
     assert len(steps) <= 5
     assert [step for step in steps if not re.fullmatch(STEP, step)] == []
     assert needed <= {re.fullmatch(STEP, step)[1] for step in steps}
-    with pytest.raises(type(raised.value)):  # it is Python, and shows the bug again
+    with pytest.raises(type(raised.value)):  # the text is Python and shows the bug again
         exec("\n".join(program), {machine.__name__: machine})
 
 
@@ -100,13 +100,13 @@ def steps_in(error):
     return re.findall(r"^(?:\w+ = )?state\b.*$", "\n".join(error.__notes__), re.MULTILINE)
 
 
-def test_a_machine_is_named_for_its_backend_so_that_what_is_printed_can_be_read():
+def test_a_machine_is_named_after_its_backend_by_a_valid_identifier():
     spec = BackendSpec.of_policy("s3-fifo.2", spoilt_policy, models="nobody")
     assert KvStateMachine.for_backend(spec).__name__ == "KvStateMachine_s3_fifo_2"
     assert IgnoresAllRemoved.for_backend("lru", workers=2).__name__ == "IgnoresAllRemoved_lru"
 
 
-def test_an_attribute_that_a_machine_does_not_have_is_refused():
+def test_an_unknown_attribute_of_a_machine_is_refused():
     message = "^for_backend: unknown attribute 'blocks'; did you mean 'num_blocks' or 'block_size'[?] known: num_blocks, block_size, workers, chunk, make_index$"  # noqa: E501
     with pytest.raises(TypeError, match=message):
         KvStateMachine.for_backend("lru", blocks=8)

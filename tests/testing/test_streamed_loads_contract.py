@@ -10,7 +10,7 @@ TESTS = [name for name in vars(StreamedLoads) if name.startswith("test_")]
 
 
 class Reader:
-    """Least loaded by what workers say, and by what it has sent them since; who says nothing comes last."""
+    """Picks the least loaded worker by readings and by requests sent since; workers without a reading come last."""
 
     def __init__(self):
         self.sent = {}
@@ -42,7 +42,7 @@ class TakesNoneForIdle(Reader):
 
 
 class TakesJumpsForLoss(Reader):
-    """A worker whose numbers have a gap is unknown from then on."""
+    """Ignores a worker for ever after a gap in its numbers."""
 
     def is_known(self, reading):
         return super().is_known(reading) and reading.number < 100
@@ -64,7 +64,7 @@ def failing(make):
     return found
 
 
-def test_a_right_reader_passes():
+def test_a_right_reader_of_loads_passes():
     assert failing(Reader) == set()
 
 
@@ -77,13 +77,13 @@ def test_a_right_reader_passes():
     ],
 )
 @each_parameter
-def test_a_wrong_reader_is_found(make, test, text):
+def test_a_wrong_reader_of_loads_is_found(make, test, text):
     ((name, message),) = failing(make)
     assert name == test
     assert text in message
 
 
-def test_context_parallelism_is_not_judged_unless_it_is_declared():
+def test_load_streams_are_not_judged_unless_they_are_declared():
     class TestIt(RouterContract):
         def make_router(self):
             return Reader()

@@ -1,4 +1,4 @@
-"""Indexes that are given events by several threads: each wrong one is found in each run, and no right one is."""
+"""Indexes that receive events from several threads: each wrong one is found in each run, and no right one is."""
 
 import pytest
 from contract_runs import failure_of
@@ -16,7 +16,7 @@ def contract_of(kind, **body):
 
 
 @pytest.mark.parametrize("kind", WRONG)
-def test_an_index_whose_critical_section_gives_way_is_found_in_each_run(kind):
+def test_an_index_with_an_interrupted_critical_section_is_found_in_each_run(kind):
     assert [run for run in range(20 if DEEP else 2) if failure_of(contract_of(kind), AT_ONCE) is None] == []
 
 
@@ -27,7 +27,7 @@ def test_a_right_index_passes_in_each_run(kind):
 
 
 @worth_its_time
-def test_an_index_that_does_not_remove_workers_is_given_events_anyway():
+def test_an_index_without_remove_worker_receives_events_from_threads_too():
     class Keeps(Holders):
         remove_worker = None
 
@@ -37,7 +37,7 @@ def test_an_index_that_does_not_remove_workers_is_given_events_anyway():
 @pytest.mark.parametrize(
     ("method", "shown"), [("apply", "apply raised OSError: no"), ("remove_worker", "remove_worker raised OSError: no")]
 )
-def test_what_an_index_raises_in_a_thread_is_shown(method, shown):
+def test_an_exception_of_an_index_in_a_thread_is_shown(method, shown):
     class Raises(Holders):
         pass
 
@@ -52,7 +52,7 @@ def test_what_an_index_raises_in_a_thread_is_shown(method, shown):
     assert "6 workers published" in failure
 
 
-def test_tests_of_threads_are_skipped_unless_declared():
+def test_tests_of_threads_are_skipped_unless_they_are_declared():
     with pytest.raises(pytest.skip.Exception) as skipped:
         getattr(contract_of(RadixIndex, threads=False)(), AT_ONCE)()
     assert skipped.value.msg == (

@@ -1,6 +1,4 @@
-"""The part of the contract of an index that is about tiers below the device: a right index passes, each wrong one is
-found.
-"""
+"""The tests of an index contract about tiers below the device: a right index passes, and each wrong one is found."""
 
 import re
 from contextlib import nullcontext
@@ -29,7 +27,7 @@ class TestARightIndexThatNoticesRepeats(contract_of(NoticesRepeats)):
 
 
 @pytest.mark.parametrize("subject", FOUND_BY, ids=lambda subject: subject.__name__)
-def test_a_wrong_index_is_found(subject):
+def test_a_wrong_index_of_tiers_is_found(subject):
     contract = contract_of(subject)
     assert [name for name in FOUND_BY[subject] if failure_of(contract, name) is None] == []
 
@@ -43,14 +41,14 @@ def test_a_wrong_index_is_found(subject):
         (("hash_cache",), ({"host": 64},), r"tiers has .*: none of backends takes tiers"),
     ],
 )
-def test_hosts_that_no_engine_has_are_refused(backends, tiers, message):
+def test_hosts_that_no_engine_supports_are_refused(backends, tiers, message):
     contract = contract_of(HostIndex)
     contract.backends, contract.tiers = backends, tiers
     with pytest.raises(pytest.fail.Exception, match=message):
         contract().test_a_tier_goes_on_where_the_faster_ones_end()
 
 
-def test_a_contract_may_name_the_hosts():
+def test_a_contract_may_name_its_hosts():
     contract = contract_of(HostIndex)
     contract.backends, contract.tiers = ("vllm",), ({"host": 64},)
     contract().test_what_the_device_lets_go_of_is_where_it_was_located()
@@ -64,7 +62,7 @@ def test_a_contract_may_name_the_hosts():
 
 
 class Radix:
-    """The reference index as a contract has it."""
+    """The reference index as a contract makes it."""
 
     def __init__(self, traits):
         self.index = RadixIndex(count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
@@ -76,7 +74,7 @@ class Radix:
 
 
 class IgnoresTheHost(Radix):
-    """It reads the device alone."""
+    """Reads only events of the device."""
 
     def apply(self, event):
         if event.storage_tier is not StorageTier.HOST_PINNED:
@@ -105,7 +103,7 @@ def test_an_index_that_ignores_the_host_is_found_over_hybrid_models(backend):
 
 
 @pytest.mark.parametrize(("backends", "tiers"), [(("hash_cache",), None), (("vllm",), ())])
-def test_without_a_host_no_traffic_over_one_is_followed(backends, tiers):
+def test_without_a_host_the_test_of_traffic_over_one_is_skipped(backends, tiers):
     contract = contract_of(HostIndex)
     contract.backends, contract.tiers = backends, tiers
     with pytest.raises(
@@ -114,7 +112,7 @@ def test_without_a_host_no_traffic_over_one_is_followed(backends, tiers):
         contract().test_it_follows_traffic_over_a_host()
 
 
-def test_an_index_of_the_device_alone_is_not_asked():
+def test_without_find_tiered_the_test_of_traffic_over_a_host_is_skipped():
     class Device(IndexContract):
         backends = ("vllm",)
 
@@ -130,8 +128,8 @@ def test_an_index_of_the_device_alone_is_not_asked():
 
 
 def test_a_failure_over_a_host_has_a_reproduction_that_a_right_index_passes():
-    """By requests: events do not say how large a chunk is, so those that show the fault would fail a right index,
-    too.
+    """The reproduction has requests: events do not show the chunk size, so events that show the fault would fail a
+    right index too.
     """
     contract = contract_of(BlocksForChunks)
     with pytest.raises(EventRulesBroken) as error:

@@ -1,6 +1,4 @@
-"""A wrong router process fails the contract of processes, each in the test that is about its mistake, in a line that
-says what is wrong.
-"""
+"""Each wrong router process fails the contract of processes in the test of its bug, with one line that describes it."""
 
 import pytest
 from contract_runs import names_of_tests
@@ -102,7 +100,7 @@ OF_EVENTS = {
         "with a lora_name of their own: worker ",
     ),
 }
-"""Of each mistake about events the test that is about it, and what that says."""
+"""For each bug in reading events: its test, and the text of the failure."""
 
 FOUND = OF_EVENTS | {
     "gives_up_where_a_worker_is_down": (
@@ -285,18 +283,18 @@ FOUND = OF_EVENTS | {
     "ends_with_an_error": ("it_ends_cleanly_while_requests_are_open", "exit code 1; expected 0, or that of SIGTERM"),
     "never_ends_while_requests_are_open": ("it_ends_cleanly_while_requests_are_open", "and runs still 2 s later"),
 }
-"""Of each mistake the test that is about it, and what that says."""
+"""For each bug: its test, and the text of the failure."""
 
 BY_ID = ("knows_an_id_at_its_first_address", "keeps_what_an_id_held")
-"""Those that are told the ids of workers."""
+"""Routers that get the ids of workers."""
 
 LEAKS = ("counts_those_whose_client_went", "counts_those_that_were_refused", "counts_those_that_were_cut")
 
 TOO_MUCH = ("counts_no_copies", "hears_removed_of_the_host", "removes_of_any_group")
-"""Those that forget what is still held: before they have applied what was published they know it."""
+"""Routers that forget held blocks: they know them before they have applied later events."""
 
 
-def test_every_mistake_has_its_test_and_every_test_its_mistake():
+def test_every_bug_has_a_test_and_every_test_has_a_bug():
     assert FOUND.keys() == BUGS.keys()
     assert {f"test_{name}" for name, _ in FOUND.values()} | {
         "test_what_ended_badly_is_no_load",
@@ -309,13 +307,13 @@ def test_every_mistake_has_its_test_and_every_test_its_mistake():
 @worth_its_time
 @each_parameter
 @pytest.mark.parametrize("bug", few(FOUND, 5))
-def test_a_wrong_process_fails_the_test_of_its_mistake(bug):
+def test_a_wrong_process_fails_the_test_of_its_bug(bug):
     name, text = FOUND[bug]
     wrong = of_bug(bug, **DECLARED.get(bug, {}))
     assert text in outcome_of(with_ids(wrong) if bug in BY_ID else wrong, f"test_{name}")
 
 
-def test_a_salt_may_come_in_a_header():
+def test_a_salt_can_be_sent_in_a_header():
     test = "test_a_salt_and_an_adapter_make_other_prompts"
     assert outcome_of(of_bug("reads_salts_of_headers", salt_header="X-Cache-Salt"), test) == ""
     ignored = outcome_of(of_bug("applies_late", salt_header="X-Cache-Salt"), test)
@@ -323,7 +321,7 @@ def test_a_salt_may_come_in_a_header():
 
 
 @pytest.mark.parametrize("bug", LEAKS)
-def test_load_that_leaks_shows_where_requests_go(bug):
+def test_leaked_load_shows_in_the_distribution_of_requests(bug):
     silent = of_bug(bug, tells_open=False)
     text = "ended badly, and nothing is open: of 16 prompts that no worker holds it got none"
     assert text in outcome_of(silent, "test_what_ended_badly_is_no_load")
@@ -331,20 +329,20 @@ def test_load_that_leaks_shows_where_requests_go(bug):
 
 @takes_long
 @pytest.mark.parametrize("bug", TOO_MUCH)
-def test_what_must_not_change_is_judged_after_events_were_applied(bug):
+def test_blocks_that_must_not_change_are_checked_after_events_were_applied(bug):
     name, text = FOUND[bug]
     assert text in outcome_of(of_bug(f"{bug}+applies_late"), f"test_{name}")
 
 
 @pytest.mark.parametrize("name", dict.fromkeys(name for bug, (name, _) in OF_EVENTS.items() if bug not in DECLARED))
-def test_a_process_that_applies_events_late_is_no_wrong_one(name):
+def test_a_process_that_applies_events_late_is_not_wrong(name):
     assert outcome_of(of_bug("applies_late"), f"test_{name}") == ""
 
 
-def test_a_process_that_counts_an_answer_a_moment_late_is_no_wrong_one():
+def test_a_process_that_counts_an_answer_a_moment_late_is_not_wrong():
     assert outcome_of(of_bug("counts_two_late"), "test_what_ended_well_is_no_load") == ""
 
 
-def test_a_process_that_leaves_who_refused_alone_for_a_while_is_no_wrong_one():
+def test_a_process_that_rests_a_refusing_worker_for_a_while_is_not_wrong():
     right = of_bug("rests_who_refused", first_of_equals=True, counts_open=False)
     assert outcome_of(right, "test_it_lives_without_a_worker") == ""

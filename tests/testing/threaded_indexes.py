@@ -1,4 +1,4 @@
-"""Indexes that are given events by several threads: right ones, and wrong ones whose critical section gives way
+"""Indexes that receive events from several threads: right ones, and wrong ones whose critical section is interrupted
 between two writes.
 """
 
@@ -11,19 +11,19 @@ from pytest_kvmock import Cleared, RadixIndex, StorageTier, Stored
 
 
 def give_way():
-    """Let another thread run, as it may at any line."""
+    """Let another thread run, as could happen at any line."""
     sleep(0)
 
 
 class Holders:
-    """Who holds each chain, in one map of all workers: a right one, as each call has the lock from its first line to
-    its last.
+    """A right index: one map with the holders of each chain; each call holds the lock from its first to its last
+    line.
     """
 
     def __init__(self):
         self.lock = RLock()
         self.apply_lock = self.remove_lock = self.second_lock = self.lock
-        self.holders, self.names = {}, {}  # (workers and ranks) of a chain of local hashes; the chain of a block
+        self.holders, self.names = {}, {}  # workers and ranks by chain of local hashes; chain by block
 
     def apply(self, event):
         if event.storage_tier is not StorageTier.DEVICE:
@@ -91,7 +91,7 @@ class UnlockedRemoveWorker(Holders):
 
 
 class LocksTheNamesAlone(Holders):
-    """The lock is held for the first of two writes, and not for the second."""
+    """Holds the lock for the first of two writes only."""
 
     def __init__(self):
         super().__init__()
@@ -104,7 +104,7 @@ class LocksTheNamesAlone(Holders):
 
 
 class ALockForEachWorker(Holders):
-    """Workers have locks of their own, and one map."""
+    """Has a lock per worker and one map for all."""
 
     def __init__(self):
         super().__init__()
@@ -118,7 +118,7 @@ class ALockForEachWorker(Holders):
 
 
 class LocksTwiceForOneStored(Holders):
-    """Looks holders up under the lock, lets go of it, and writes them under it again."""
+    """Looks up holders under the lock, releases it, and writes them under it again."""
 
     def __init__(self):
         super().__init__()
@@ -133,7 +133,7 @@ class LocksTwiceForOneStored(Holders):
 
 
 class RemovesInTwoSteps(Holders):
-    """Removes the holders of a worker under the lock, lets go of it, and removes the names under it again."""
+    """Removes the holders of a worker under the lock, releases it, and removes the names under it again."""
 
     def __init__(self):
         super().__init__()
@@ -162,7 +162,7 @@ WRONG = (
 
 
 class Locked:
-    """The reference index behind a lock."""
+    """The reference index with a lock."""
 
     def __init__(self):
         self.lock, self.tree = Lock(), RadixIndex()
@@ -181,8 +181,8 @@ class Locked:
 
 
 class ByTheInterpreter:
-    """No lock: each worker and rank has maps of its own, that one thread writes, and what is read of others is one
-    call of C.
+    """Needs no lock: each worker and rank has its own maps, written by one thread; reads of others are single C
+    calls.
     """
 
     def __init__(self):
@@ -220,7 +220,7 @@ RIGHT = (Holders, Locked, ByTheInterpreter)
 
 
 class ByRecord:
-    """A record a worker and rank: a right one, which changes it under the lock."""
+    """A right index with one record per worker and rank, which it changes under the lock."""
 
     def __init__(self):
         self.lock, self.records = RLock(), {}
@@ -233,7 +233,7 @@ class ByRecord:
             self.records[key] = self.changed(self.records.get(key, {}), event.event.data)
 
     def changed(self, record, data):
-        """Return a record with what an event changes: by block its chain."""
+        """Return a record with the changes of an event: each block with its chain."""
         if isinstance(data, Cleared):
             return {}
         if isinstance(data, Stored):
@@ -256,7 +256,7 @@ class ByRecord:
 
 
 class WritesBackWhatAnEventChanged(ByRecord):
-    """Lets go of the lock between reading the record and writing it back."""
+    """Releases the lock between reading the record and writing it back."""
 
     def apply(self, event):
         if event.storage_tier is not StorageTier.DEVICE:
@@ -271,7 +271,7 @@ class WritesBackWhatAnEventChanged(ByRecord):
 
 
 class WritesBackWhatALookUpRead(ByRecord):
-    """Puts the records that a look-up has read at the end of the order, when the lock was let go of between."""
+    """Moves the records of a lookup to the end of the order, after releasing the lock in between."""
 
     def find_matches(self, local_hashes):
         with self.lock:
@@ -286,7 +286,7 @@ class WritesBackWhatALookUpRead(ByRecord):
 
 
 class RemovesARankWithoutTheLock(ByRecord):
-    """Looks at the records under the lock, and puts those that are left in their place under it again."""
+    """Reads the records under the lock, and replaces them by the remaining ones under it again."""
 
     def remove_worker_dp_rank(self, worker_id, dp_rank):
         with self.lock:
@@ -297,7 +297,7 @@ class RemovesARankWithoutTheLock(ByRecord):
 
 
 class QueuesEventsAndNoRemoval(ByRecord):
-    """Events wait for a flush, and a removal does not: what was queued before it comes back."""
+    """Queues events until a flush, but not removals: events queued before a removal come back."""
 
     def __init__(self):
         super().__init__()
@@ -315,7 +315,7 @@ class QueuesEventsAndNoRemoval(ByRecord):
 
 
 class QueuesBoth(QueuesEventsAndNoRemoval):
-    """A right one: a removal waits for its turn as events do."""
+    """A right index: queues removals like events."""
 
     def remove_worker(self, worker_id):
         with self.lock:

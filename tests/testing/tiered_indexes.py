@@ -1,5 +1,5 @@
-"""A tier-aware router index, written from the rules of the documentation alone, and wrong ones, each with a fault
-that routers have.
+"""A router index with tiers, written only from the rules of the documentation, and wrong ones with faults that routers
+have.
 """
 
 from collections import Counter
@@ -13,10 +13,10 @@ DEVICE = StorageTier.DEVICE
 
 
 class HostIndex:
-    """A right one: `names` of blocks by parent and local hash, and how often each is where, by worker and rank.
+    """A right index: by worker and rank, `names` of blocks by parent and local hash, and their counts by tier.
 
     Args:
-        traits: of the engine.
+        traits: traits of the engine.
     """
 
     def __init__(self, traits):
@@ -52,7 +52,7 @@ class HostIndex:
             self.tidy(key)
 
     def tidy(self, key):
-        """Forget the names of what is nowhere, now and then: a host may say late that it has a block."""
+        """Forget the names of blocks in no tier from time to time: a host may locate a block late."""
         held = set().union(*self.held[key].values())
         self.names[key] = {link: block for link, block in self.names[key].items() if block in held}
         self.most = max(4096, 2 * len(self.names[key]))
@@ -109,12 +109,12 @@ class RemovedIsRemovedEverywhere(HostIndex):
 
 
 class SubtreeRemoved(HostIndex):
-    """A tree a medium: what is below a removed block goes with it."""
+    """Removes the blocks below a removed one with it, in each medium."""
 
     def remove(self, key, tier, data):
         super().remove(key, tier, data)
         gone = {*data.block_hashes}
-        for (parent, _), block in self.names[key].items():  # a parent was named before its children
+        for (parent, _), block in self.names[key].items():  # parents come before their children
             if parent in gone:
                 gone.add(block)
                 self.held[key][tier].pop(block, None)
@@ -165,7 +165,7 @@ class NoCopies(HostIndex):
 
 
 class NoCopiesBelow(HostIndex):
-    """It looks at each block of a chunk that was described, and counts none."""
+    """Looks at each block of a described chunk, and does not count copies."""
 
     def __init__(self, traits):
         super().__init__(traits)
@@ -206,11 +206,11 @@ class ClearsAllTiers(HostIndex):
 
 
 class HashesTokens:
-    """The index above, asked by tokens alone.
+    """The index above, looked up by tokens only.
 
     Args:
-        traits: of the engine.
-        block_size: tokens a block.
+        traits: traits of the engine.
+        block_size: tokens per block.
     """
 
     def __init__(self, traits, block_size):
@@ -227,7 +227,7 @@ class HashesTokens:
 
 
 class CountsTheDeviceTwice(HashesTokens):
-    """It answers of the host the blocks that the device has, too."""
+    """Reports blocks of the device on the host too."""
 
     def match_tiered(self, tokens, extra):
         found = super().match_tiered(tokens, extra)
@@ -242,7 +242,7 @@ class KnowsNoAdapters(HashesTokens):
 
 
 class StopsAtAnUnknownBlockBelow(HostIndex):
-    """The first block of a Removed decides: unknown below the device, nothing of the event is removed."""
+    """Ignores a Removed below the device if it names an unknown block."""
 
     def remove(self, key, tier, data):
         if tier is DEVICE or all(self.held[key][tier][block] for block in data.block_hashes):
@@ -255,7 +255,7 @@ class RemovesTheFirstBelow(HostIndex):
 
 
 class CountsRepeatsBelow(HostIndex):
-    """Below the device a block that was stored twice is removed twice, of any engine."""
+    """Below the device, removes a block that was stored twice only at its second Removed, for any engine."""
 
     def add(self, key, tier, blocks):
         if tier is DEVICE:
@@ -265,7 +265,7 @@ class CountsRepeatsBelow(HostIndex):
 
 
 class ALoadMoves(HostIndex):
-    """What the device stores leaves the host, as if it were moved."""
+    """Takes a load for a move: blocks that the device stores leave the host."""
 
     def store(self, key, tier, data):
         super().store(key, tier, data)
@@ -274,7 +274,7 @@ class ALoadMoves(HostIndex):
 
 
 class LoadsOnce(HostIndex):
-    """What was loaded once is the device's: when that evicts it for the second time it is gone."""
+    """Takes a loaded block for the device's: it is gone when the device evicts it the second time."""
 
     def __init__(self, traits):
         super().__init__(traits)
@@ -304,7 +304,7 @@ class KeepsTheDiskOfARemovedWorker(HostIndex):
 
 
 class NoticesRepeats(HostIndex):
-    """A right one that drops an event which comes twice, and what a worker had whose event ids begin anew."""
+    """A right index that drops a repeated event, and the blocks of a worker whose event ids start again."""
 
     def __init__(self, traits):
         super().__init__(traits)
@@ -388,11 +388,11 @@ FOUND_BY = {
     CountsTheDeviceTwice: ("test_a_tier_goes_on_where_the_faster_ones_end", "test_it_follows_traffic_over_a_host"),
     KnowsNoAdapters: ("test_adapters_are_told_apart",),
 }
-"""Each wrong one, with the tests of the contract that are about its fault."""
+"""Each wrong index, with the tests of the contract about its fault."""
 
 
 def contract_of(subject):
-    """The contract over an index of Dynamo's tiers and of vLLM's."""
+    """Return the contract over an index for tiers of Dynamo and of vLLM."""
 
     class Tiered(IndexContract):
         backends = ("lru", "vllm")

@@ -1,6 +1,4 @@
-"""Indexes that keep only a part of a hash, of local ones or of block hashes; asked by hashes or by tokens. Right but
-for that.
-"""
+"""Indexes that keep part of each local hash or block hash and are right otherwise; looked up by hashes or by tokens."""
 
 from collections import Counter
 from itertools import takewhile, zip_longest
@@ -20,10 +18,10 @@ class HashIndex:
     """The index of examples/own_index, by local hashes.
 
     Args:
-        kept: which part of a hash it keeps; None: all of it.
-        of: of which hashes, "local" or "block".
+        kept: the part of a hash that it keeps; None: all of it.
+        of: the kind of hash, "local" or "block".
         counts: whether it counts copies.
-        size: tokens a block, for hybrid models: it follows their attention group; None: it takes what comes.
+        size: tokens per block for hybrid models, whose attention group it follows; None: it takes every event.
     """
 
     def __init__(self, kept=None, of=None, counts=False, size=None):
@@ -49,7 +47,7 @@ class HashIndex:
             chains, copies = self.ranks.setdefault(key, ({}, Counter()))
             if isinstance(data, Stored):
                 chain = () if data.parent_hash is None else chains[self.block(data.parent_hash)]
-                # A last block may be partial (TensorRT-LLM), and is then no block of any prompt.
+                # The last block may be partial (TensorRT-LLM); then it is not a block of any prompt.
                 contents = [*self.contents(event)]
                 assert len(data.block_hashes) - 1 <= len(contents) <= len(data.block_hashes)
                 for name, content in zip_longest(map(self.block, data.block_hashes), contents):
@@ -74,7 +72,7 @@ class HashIndex:
 
 
 class TokenIndex(HashIndex):
-    """An index that hashes tokens itself, as Dynamo does, and does not read local hashes."""
+    """An index that hashes tokens itself, like Dynamo's, and ignores local hashes."""
 
     find_matches = None
 
@@ -93,10 +91,10 @@ class TokenIndex(HashIndex):
 
 
 class KeyedTokenIndex(TokenIndex):
-    """An index by tokens and what prompts carry beside them.
+    """An index by tokens and keys of prompts.
 
     Args:
-        ignored: what it does not look at: "lora_name", "cache_salt" or "multimodal".
+        ignored: a key that it ignores: "lora_name", "cache_salt" or "multimodal".
     """
 
     def __init__(self, ignored=None):
@@ -104,7 +102,7 @@ class KeyedTokenIndex(TokenIndex):
         self.ignored = ignored
 
     def keyed(self, tokens, extra):
-        """A block is its tokens, and what vLLM hashes with them."""
+        """Hash each block by its tokens and by the keys that vLLM hashes with them."""
         keys = (extra or {}).get("extra_keys")
         blocks = [
             tuple(tokens[at : at + self.size]) for at in range(0, len(tokens) // self.size * self.size, self.size)

@@ -1,4 +1,4 @@
-"""Indexes that misread what no event says: how large a block is, and that an adapter was loaded again."""
+"""Indexes that misread what no event shows: the block size, and the reload of an adapter."""
 
 from contract_runs import Mutants
 
@@ -9,7 +9,7 @@ UNTOLD = Mutants(IndexContract)
 
 
 class DropsLargerBlocks(RadixIndex):
-    """A Stored whose blocks have other tokens than the page is left out, with no word: Dynamo's client."""
+    """Silently ignores a Stored with blocks of another size than the page, like Dynamo's client."""
 
     def __init__(self, block_size):
         super().__init__()
@@ -22,7 +22,7 @@ class DropsLargerBlocks(RadixIndex):
 
 
 class DropsOnReload(RadixIndex):
-    """It drops the blocks of an adapter that is loaded from another path."""
+    """Drops the blocks of an adapter that is loaded from another path."""
 
     def __init__(self):
         super().__init__()

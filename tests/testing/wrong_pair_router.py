@@ -1,6 +1,6 @@
-"""A small router of P/D pairs as a process, right or with one mistake: `wrong_pair_router.py BUG WAY P... -- D...`.
+"""A small router of P/D pairs as a process, right or with one bug: `wrong_pair_router.py BUG WAY P... -- D...`.
 
-Each P is its URL and the port of its bootstrap server, as `http://127.0.0.1:8000,8998`. It prints its port.
+Each P is a URL and the port of its bootstrap server, as `http://127.0.0.1:8000,8998`. It prints its port.
 """
 
 import asyncio
@@ -59,7 +59,7 @@ class Router:
     def picked(self):
         self.turn += 1
         url, port = min(self.prefill, key=lambda each: self.loads[each[0]])
-        self.prefill.sort(key=lambda each: each[0] == url)  # of equals the others come first next time
+        self.prefill.sort(key=lambda each: each[0] == url)  # among equals, the others come first next time
         return url, int(port), self.decode[self.turn % len(self.decode)]
 
     async def handle(self, request):

@@ -1,8 +1,8 @@
-"""The plain router of the examples with one mistake, as a process: python wrong_router.py BUG+BUG 16
+"""The plain router of the examples with one bug, as a process: python wrong_router.py BUG+BUG 16
 URL=EVENTS+REPLAY...
 
-Each mistake is a function here that changes the router; its docstring says what is wrong. What right routers may do as
-well is one, too.
+Each bug is a function here that changes the router; its docstring describes the bug. Some functions are variants that
+right routers may have; their docstrings say "No mistake".
 """
 
 import asyncio
@@ -20,11 +20,11 @@ from plain_router import Cache, Rank, Router, Worker, kept
 
 from pytest_kvmock.wire import DIALECTS
 
-plain_router.REPLAY_S = 0.8  # contracts wait 2 s for a wrong one
+plain_router.REPLAY_S = 0.8  # contracts give a wrong one 2 s
 
 BUGS = {}
-LATE_S = 0.02  # how long after it came a batch is applied
-REST_S = 0.3  # how long a worker that refused a connection is left alone
+LATE_S = 0.02  # delay after which a batch is applied
+REST_S = 0.3  # time for which a worker that refused a connection gets no request
 
 
 def bug(change):
@@ -37,7 +37,7 @@ def bug(change):
 
 @bug
 def hears_one_worker():
-    """The events of others are read and thrown away."""
+    """Reads the events of other workers and ignores them."""
     apply = Rank.apply
     first = []
 
@@ -51,7 +51,7 @@ def hears_one_worker():
 
 @bug
 def subscribes_to_one_worker():
-    """Only the first worker is followed."""
+    """Subscribes only to the first worker."""
     use = Router.use
 
     def first_alone(self, sources):
@@ -65,7 +65,7 @@ def subscribes_to_one_worker():
 
 @bug
 def joins_without_a_replay():
-    """What was published before is not asked for."""
+    """Does not ask for batches published before its subscription."""
     follow, replay = Rank.follow, Rank.replay
 
     async def none(self):
@@ -80,7 +80,7 @@ def joins_without_a_replay():
 
 @bug
 def ignores_gaps():
-    """What is missing is not asked for, and comes too late for what continues it."""
+    """Does not ask for missing batches; blocks that continue them have no parent."""
 
     async def receive(self, number, payload):
         self.apply(number, self.decoded(payload))
@@ -90,7 +90,7 @@ def ignores_gaps():
 
 @bug
 def drops_what_is_late():
-    """A number that is passed over is lost for good."""
+    """Loses a skipped batch for good."""
 
     async def receive(self, number, payload):
         if number >= self.next:
@@ -101,7 +101,7 @@ def drops_what_is_late():
 
 @bug
 def takes_a_double_for_a_restart():
-    """A number that was there already empties the worker, whatever its time."""
+    """Empties the worker at a repeated number, whatever its time."""
     receive = Rank.receive
 
     async def forgets(self, number, payload):
@@ -116,7 +116,7 @@ def takes_a_double_for_a_restart():
 
 @bug
 def applies_doubles():
-    """A batch that comes twice is applied twice."""
+    """Applies a repeated batch twice."""
     receive = Rank.receive
 
     async def twice(self, number, payload):
@@ -132,7 +132,7 @@ def applies_doubles():
 
 @bug
 def dies_of_a_corrupt_batch():
-    """What follows the events ends."""
+    """Stops reading events at a corrupt batch."""
 
     def decoded(self, payload):
         return plain_router.msgspec.msgpack.decode(payload)
@@ -142,7 +142,7 @@ def dies_of_a_corrupt_batch():
 
 @bug
 def skips_a_corrupt_batch():
-    """It is not asked for again."""
+    """Does not ask for a corrupt batch again."""
     receive = Rank.receive
 
     async def skips(self, number, payload):
@@ -156,7 +156,7 @@ def skips_a_corrupt_batch():
 
 @bug
 def refuses_unknown_fields():
-    """What follows the events ends with the first field that is not known."""
+    """Stops reading events at the first unknown field."""
     apply = Cache.apply
 
     def strict(self, event):
@@ -169,7 +169,7 @@ def refuses_unknown_fields():
 
 @bug
 def keeps_what_a_restart_has_lost():
-    """Numbers begin anew, and what was held before is held still."""
+    """Keeps the old blocks when the numbers start again."""
     receive = Rank.receive
 
     async def keeps(self, number, payload):
@@ -183,7 +183,7 @@ def keeps_what_a_restart_has_lost():
 
 @bug
 def drops_what_comes_after_a_restart():
-    """Numbers begin anew, and all batches are taken for old ones."""
+    """Takes all batches for old ones when the numbers start again."""
     receive = Rank.receive
 
     async def drops(self, number, payload):
@@ -205,18 +205,18 @@ def without_event(kind):
 
 @bug
 def ignores_cleared():
-    """A Cleared changes nothing."""
+    """Ignores each Cleared."""
     without_event("AllBlocksCleared")
 
 
 @bug
 def hashes_by_the_page():
-    """Events whose blocks are larger than it was told are left out, as they are by the router itself."""
+    """Ignores events with blocks larger than the given size, as the plain router does itself."""
 
 
 @bug
 def clears_last():
-    """Of a batch a Cleared is applied last, also where it stands before a Stored."""
+    """Applies a Cleared at the end of its batch, even if it comes before a Stored."""
     apply = Rank.apply
 
     def sorted_apply(self, number, batch):
@@ -228,13 +228,13 @@ def clears_last():
 
 @bug
 def ignores_removed():
-    """A Removed changes nothing."""
+    """Ignores each Removed."""
     without_event("BlockRemoved")
 
 
 @bug
 def counts_no_copies():
-    """The first Removed of a block that is held twice is taken for both."""
+    """Removes all copies of a block at its first Removed."""
     remove = Cache.remove
 
     def at_once(self, blocks):
@@ -248,7 +248,7 @@ def counts_no_copies():
 
 @bug
 def keeps_what_left_the_host():
-    """What is stored in the host counts as if it were in the device, and what leaves it is not heard."""
+    """Counts blocks stored on the host as the device's, and ignores their Removed."""
     apply = Cache.apply
 
     def both(self, event):
@@ -261,7 +261,7 @@ def keeps_what_left_the_host():
 
 @bug
 def hears_removed_of_the_host():
-    """A Removed of the host is taken for one of the device."""
+    """Takes a Removed of the host for one of the device."""
     apply = Cache.apply
 
     def mixed(self, event):
@@ -272,13 +272,13 @@ def hears_removed_of_the_host():
 
 @bug
 def takes_every_group_for_attention():
-    """A Stored of a window is read as if its hashes were those of all its tokens."""
+    """Reads a Stored of a window as if it had a hash for each block of its tokens."""
     plain_router.ATTENTION = (None, "full_attention", "mla_attention", "sliding_window")
 
 
 @bug
 def removes_of_any_group():
-    """A Removed of a window takes the block from the attention, too."""
+    """Removes a block of the attention group at a Removed of a window."""
     apply = Cache.apply
 
     def any_group(self, event):
@@ -292,7 +292,7 @@ def removes_of_any_group():
 
 @bug
 def dies_of_a_stored_without_hashes():
-    """What follows the events ends, as a window that kept nothing has none."""
+    """Stops reading events at a Stored without hashes, as from a window that kept no block."""
     apply = Cache.apply
 
     def strict(self, event):
@@ -305,7 +305,7 @@ def dies_of_a_stored_without_hashes():
 
 @bug
 def hears_one_rank():
-    """The events of other ranks than the first are not applied."""
+    """Applies only the events of the first rank."""
     init = Worker.__init__
 
     def first(self, *given):
@@ -318,7 +318,7 @@ def hears_one_rank():
 
 @bug
 def mixes_ranks():
-    """All ranks of a worker are one cache."""
+    """Keeps one cache for all ranks of a worker."""
     init = Worker.__init__
 
     def one_cache(self, *given):
@@ -331,7 +331,7 @@ def mixes_ranks():
 
 @bug
 def shares_blocks_between_salts():
-    """A salt makes no difference."""
+    """Ignores the salt."""
     asked = Router.asked
     Router.asked = lambda self, body: asked(self, {**body, "cache_salt": None})
     Cache.root = lambda self, event: hash((event["lora_name"], None))
@@ -339,7 +339,7 @@ def shares_blocks_between_salts():
 
 @bug
 def shares_blocks_between_adapters():
-    """An adapter makes no difference."""
+    """Ignores the adapter."""
     asked = Router.asked
     root = Cache.root
     Router.asked = lambda self, body: asked(self, {**body, "model": "mock-model"})
@@ -357,7 +357,7 @@ def shares_blocks_between_adapters():
 
 
 def where_nobody_answers(act):
-    """Act where a worker cannot be reached."""
+    """Do `act` when a worker cannot be reached."""
     send = Router.send
 
     async def sends(self, request, worker, *given):
@@ -371,7 +371,7 @@ def where_nobody_answers(act):
 
 @bug
 def gives_up_where_a_worker_is_down():
-    """A connection that is refused is told to the client, and no other worker is asked."""
+    """Reports a refused connection to the client without trying another worker."""
 
     async def gives_up(*_):
         raise web.HTTPBadGateway
@@ -381,7 +381,7 @@ def gives_up_where_a_worker_is_down():
 
 @bug
 def waits_for_a_worker_that_is_down():
-    """A connection that is refused is tried again, and the client waits."""
+    """Retries a refused connection while the client waits."""
 
     async def again(self, *given):
         await asyncio.sleep(0.05)
@@ -392,7 +392,7 @@ def waits_for_a_worker_that_is_down():
 
 @bug
 def never_uses_a_worker_again():
-    """A worker that refused a connection once gets nothing more."""
+    """Never uses a worker again that refused a connection once."""
     pick = Router.pick
     gone = []
 
@@ -406,7 +406,7 @@ def never_uses_a_worker_again():
 
 @bug
 def does_not_use_who_is_new():
-    """What it is told of new workers is forgotten."""
+    """Ignores notices of new workers."""
 
     async def use_workers(self, request):
         return web.json_response(len(self.workers))
@@ -416,7 +416,7 @@ def does_not_use_who_is_new():
 
 @bug
 def does_not_hear_who_is_new():
-    """A worker that is new is used, and its events are not heard."""
+    """Uses a new worker without reading its events."""
     use = Router.use
 
     def deaf(self, sources):
@@ -435,7 +435,7 @@ def does_not_hear_who_is_new():
 
 
 def changing(change):
-    """Have `change` read an upstream answer, and return what the client gets."""
+    """Let `change` read an upstream answer and return the client's answer."""
     Router.passed_on = change
 
 
@@ -449,7 +449,7 @@ async def send(request, status, parts, headers=()):
 
 @bug
 def buffers_streams():
-    """An answer is read to its end before anything of it is sent."""
+    """Reads an answer to its end before it sends any of it."""
 
     async def whole(self, request, upstream):
         try:
@@ -464,7 +464,7 @@ def buffers_streams():
 
 @bug
 def changes_what_was_generated():
-    """Letters of an answer are changed."""
+    """Changes letters of an answer."""
 
     async def loud(self, request, upstream):
         async def parts():
@@ -485,31 +485,31 @@ def with_status(change):
 
 @bug
 def answers_200_for_a_refusal():
-    """Whatever a worker refuses, the client is told 200."""
+    """Answers 200 whenever a worker refuses a request."""
     with_status(lambda status: 200 if 400 <= status < 500 else status)
 
 
 @bug
 def answers_200_for_a_limit():
-    """A 429 is told as 200."""
+    """Answers 200 for a 429."""
     with_status(lambda status: 200 if status == 429 else status)
 
 
 @bug
 def answers_200_for_an_error():
-    """A 500 is told as 200."""
+    """Answers 200 for a 500."""
     with_status(lambda status: 200 if status >= 500 else status)
 
 
 @bug
 def answers_502_for_a_refusal():
-    """A 400 is told as an error of the router."""
+    """Answers a 400 with an error of the router."""
     with_status(lambda status: 502 if status == 400 else status)
 
 
 @bug
 def drops_the_headers_of_an_answer():
-    """Retry-After does not come to the client."""
+    """Does not pass on Retry-After."""
 
     async def bare(self, request, upstream):
         headers = {"Content-Type": upstream.headers["Content-Type"]}
@@ -520,7 +520,7 @@ def drops_the_headers_of_an_answer():
 
 @bug
 def says_errors_in_its_own_words():
-    """The status of an error is kept, and what it says is lost."""
+    """Keeps the status of an error and replaces its message."""
     passed_on = Router.passed_on
 
     async def own(self, request, upstream):
@@ -533,13 +533,13 @@ def says_errors_in_its_own_words():
 
 @bug
 def ends_a_stream_that_was_cut():
-    """A stream whose worker died ends as if that were all."""
+    """Ends a stream whose worker died as if it were complete."""
     Router.cut = lambda self, request: None
 
 
 @bug
 def finishes_a_stream_that_was_cut():
-    """A stream whose worker died gets the end that a whole one has."""
+    """Gives a stream whose worker died the end of a complete one."""
 
     async def done(self, request, upstream):
         async def parts():
@@ -556,7 +556,7 @@ def finishes_a_stream_that_was_cut():
 
 @bug
 def begins_a_stream_again():
-    """A stream whose worker died is asked for again, and its chunks are sent behind those that were there."""
+    """Requests a stream whose worker died again, and appends its chunks to those already sent."""
 
     async def again(self, request, upstream):
         async def parts():
@@ -578,7 +578,7 @@ def begins_a_stream_again():
 
 @bug
 def answers_200_where_nobody_answered():
-    """A worker that dies before it answers is told as an empty success."""
+    """Answers an empty success when a worker dies before its answer."""
 
     async def empty(*_):
         raise web.HTTPOk(text='{"choices": []}')
@@ -588,7 +588,7 @@ def answers_200_where_nobody_answered():
 
 @bug
 def asks_another_one_where_its_client_went():
-    """A client that goes away is taken for a worker that is down."""
+    """Takes a disconnected client for an unreachable worker."""
     complete = Router.complete
 
     async def again(self, request):
@@ -606,7 +606,7 @@ def asks_another_one_where_its_client_went():
 
 @bug
 def goes_on_without_its_client():
-    """A client that goes away is not noticed, and its request goes on."""
+    """Does not notice a disconnected client, and continues its request."""
     complete = Router.complete
 
     async def shielded(self, request):
@@ -616,7 +616,7 @@ def goes_on_without_its_client():
 
 
 def leaking(is_leak):
-    """Have a request count as open for ever, by how it ended: its status, or what it raised."""
+    """Let a request count as open for ever, depending on its end: its status, or the exception it raised."""
     passed_on, send = Router.passed_on, Router.send
 
     async def sends(self, request, worker, *given):
@@ -642,31 +642,31 @@ def leaking(is_leak):
 
 @bug
 def counts_those_whose_client_went():
-    """A request whose client went away counts as open for ever."""
+    """Counts a request as open for ever if its client disconnected."""
     leaking(lambda status, error: isinstance(error, asyncio.CancelledError))
 
 
 @bug
 def counts_those_that_were_refused():
-    """A request that was answered with an error counts as open for ever."""
+    """Counts a request as open for ever if it was answered with an error."""
     leaking(lambda status, error: isinstance(status, int) and status >= 400)
 
 
 @bug
 def counts_those_that_were_cut():
-    """A stream whose worker died counts as open for ever."""
+    """Counts a stream as open for ever if its worker died."""
     leaking(lambda status, error: status == "cut")
 
 
 @bug
 def counts_those_that_ended_well():
-    """A request that was served to its end counts as open for ever."""
+    """Counts a request as open for ever if it was completed."""
     leaking(lambda status, error: status == 200)
 
 
 def counting(cost):
-    """Have `cost` say where a prompt goes, by what a worker holds of it and by all that it was ever sent, with what
-    it held of that then.
+    """Let `cost` choose the worker of a prompt by its overlap and by all prompts ever sent there, with their overlap
+    at that time.
     """
     counted = defaultdict(list)
     choosing(lambda worker, root, tokens: (cost(worker.overlap(root, tokens)[0], counted[worker]), worker.picked))
@@ -685,26 +685,26 @@ def counting(cost):
 
 @bug
 def frees_no_blocks():
-    """Load is counted in blocks, one that requests share once, and those of a request that is over stay."""
+    """Counts load in blocks, shared ones once, and never frees those of ended requests."""
     counting(lambda overlap, sent: (-overlap, len({block for chain, _ in sent for block in chain})))
 
 
 @bug
 def frees_no_prefill():
-    """Load is counted in blocks that are yet to be computed, and stays when they are."""
+    """Counts load in blocks that are not cached, and never frees them."""
     counting(lambda overlap, sent: (-overlap, sum(len(chain) - held for chain, held in sent)))
 
 
 @bug
 def weighs_what_it_never_frees():
-    """Blocks that were yet to be computed of all that was sent speak against a worker: at last more than what it
+    """Counts against a worker all uncached blocks ever sent to it, which finally outweigh the blocks that it
     holds.
     """
     counting(lambda overlap, sent: sum(len(chain) - held for chain, held in sent) - 2 * overlap)
 
 
 def sending(change):
-    """Change what is sent to a worker: its headers, and its body as an object."""
+    """Change what is sent to a worker: headers, and the body as an object."""
     send = Router.send
 
     async def changed(self, request, worker, headers, data):
@@ -716,19 +716,19 @@ def sending(change):
 
 @bug
 def drops_the_salt():
-    """The salt does not come to the worker."""
+    """Does not pass on the salt."""
     sending(lambda headers, body: (headers, {name: value for name, value in body.items() if name != "cache_salt"}))
 
 
 @bug
 def drops_the_adapter():
-    """Each request is for the model itself."""
+    """Requests the base model every time."""
     sending(lambda headers, body: (headers, {**body, "model": "mock-model"}))
 
 
 @bug
 def drops_images():
-    """Of a chat the texts alone come to the worker."""
+    """Passes on only the texts of a chat."""
 
     def texts(headers, body):
         for message in body.get("messages", ()):
@@ -740,14 +740,14 @@ def drops_images():
 
 @bug
 def drops_what_it_does_not_know():
-    """Of a body the fields that are known alone come to the worker."""
+    """Passes on only known fields of a body."""
     known = {"model", "prompt", "messages", "max_tokens", "stream", "cache_salt"}
     sending(lambda headers, body: (headers, {name: value for name, value in body.items() if name in known}))
 
 
 @bug
 def drops_headers():
-    """Of a request the type of its body alone comes to the worker."""
+    """Passes on only the content type of a request."""
     sending(lambda headers, body: ({"Content-Type": "application/json"}, body))
 
 
@@ -769,7 +769,7 @@ def choosing(key):
 
 @bug
 def reads_no_token_ids():
-    """Of a prompt that is token ids it knows nothing."""
+    """Ignores prompts given as token ids."""
     asked = Router.asked
 
     def text_alone(self, body):
@@ -781,25 +781,25 @@ def reads_no_token_ids():
 
 @bug
 def takes_the_first_of_equals():
-    """Of workers that are alike the first gets all."""
+    """Sends everything to the first of equal workers."""
     choosing(lambda worker, root, tokens: (-worker.overlap(root, tokens)[0], worker.open))
 
 
 @bug
 def goes_in_turn():
-    """Who holds a prompt makes no difference."""
+    """Ignores overlaps."""
     choosing(lambda worker, root, tokens: worker.picked)
 
 
 @bug
 def goes_where_least_is():
-    """A prompt goes to who holds least of it."""
+    """Sends a prompt to the worker that holds least of it."""
     choosing(lambda worker, root, tokens: (worker.overlap(root, tokens)[0], worker.open, worker.picked))
 
 
 @bug
 def counts_no_open_requests():
-    """Open requests make no difference."""
+    """Ignores open requests."""
     choosing(lambda worker, root, tokens: (-worker.overlap(root, tokens)[0], worker.picked))
 
 
@@ -809,13 +809,13 @@ def counts_no_open_requests():
 
 @bug
 def ignores_sigterm():
-    """It runs on."""
+    """Ignores SIGTERM."""
     plain_router.asyncio.Event.set = lambda self: None
 
 
 @bug
 def ends_with_an_error():
-    """It ends, and says that it failed."""
+    """Ends with a failure status."""
     main = plain_router.main
 
     async def fails(*given):
@@ -827,7 +827,7 @@ def ends_with_an_error():
 
 @bug
 def never_ends_while_requests_are_open():
-    """It waits for ever for what was open once."""
+    """Never ends once a request was open."""
     complete = Router.complete
     cleanup = web.AppRunner.cleanup
     opened = []
@@ -847,7 +847,7 @@ def never_ends_while_requests_are_open():
 
 @bug
 def an_unknown_kind_ends_the_batch():
-    """What stands behind an event of a kind that it does not know is thrown away."""
+    """Ignores the rest of a batch after an event of an unknown kind."""
     apply = Rank.apply
 
     def until_unknown(self, number, batch):
@@ -860,7 +860,7 @@ def an_unknown_kind_ends_the_batch():
 
 @bug
 def an_unknown_medium_ends_the_batch():
-    """A batch that has a medium which it does not know is thrown away."""
+    """Ignores a batch with an unknown medium."""
     apply = Rank.apply
 
     def all_known(self, number, batch):
@@ -872,7 +872,7 @@ def an_unknown_medium_ends_the_batch():
 
 @bug
 def takes_any_medium_for_the_device():
-    """What is not in the host is in the device."""
+    """Counts every block that is not on the host as the device's."""
     apply = Cache.apply
 
     def on_device(self, event):
@@ -883,19 +883,19 @@ def takes_any_medium_for_the_device():
 
 @bug
 def asks_once_for_what_is_missing():
-    """What a replay did not have is lost."""
+    """Gives up batches that a replay did not have."""
     plain_router.REPLAYS = 1
 
 
 @bug
 def waits_for_the_end_of_a_replay():
-    """A replay that does not say its end is waited for, for ever."""
+    """Waits for ever for a replay without an end."""
     plain_router.REPLAY_S = 10.0**6
 
 
 @bug
 def applies_what_a_replay_had():
-    """What came by a replay is applied once more, when it comes by itself."""
+    """Applies batches of a replay again when they arrive by themselves."""
 
     async def receive(self, number, payload):
         due, batch = self.next, self.decoded(payload)
@@ -907,7 +907,7 @@ def applies_what_a_replay_had():
 
 
 class LowByteFirst(int):
-    """A number that is written low byte first."""
+    """A number that is written in little-endian order."""
 
     def to_bytes(self, length):
         return int(self).to_bytes(length, "little")
@@ -915,7 +915,7 @@ class LowByteFirst(int):
 
 @bug
 def reads_numbers_low_byte_first():
-    """Numbers of batches are read, and asked for, low byte first."""
+    """Reads and requests numbers of batches in little-endian order."""
     apply = Rank.apply
 
     async def receive(self, number, payload):
@@ -930,7 +930,7 @@ def reads_numbers_low_byte_first():
 
 @bug
 def knows_an_id_at_its_first_address():
-    """A worker that it knows by its id is heard where it was."""
+    """Keeps reading a worker with a known id at its old address."""
     use = Router.use
     of_id = {}
 
@@ -943,7 +943,7 @@ def knows_an_id_at_its_first_address():
 
 @bug
 def keeps_what_an_id_held():
-    """What a worker held is kept by its id, wherever that is."""
+    """Keeps the blocks of a worker by its id, at whatever address."""
     use, of_id = Router.use, {}
 
     def by_id(self, sources):
@@ -959,17 +959,17 @@ def keeps_what_an_id_held():
 
 @bug
 def gives_hosts_no_weight():
-    """What a host has counts for nothing."""
+    """Ignores blocks on hosts."""
 
 
 @bug
 def takes_every_name_for_plain():
-    """Tokens after a block are none of it."""
+    """Takes names with look ahead for plain ones."""
 
 
 @bug
 def sends_no_rank():
-    """Which rank is to serve a prompt is left to the engine."""
+    """Lets the engine choose the rank of a prompt."""
     sends = Router.send
 
     def send(self, request, worker, headers, data):
@@ -981,7 +981,7 @@ def sends_no_rank():
 
 @bug
 def sends_rank_0():
-    """Each prompt is for rank 0."""
+    """Sends each prompt to rank 0."""
     sends = Router.send
 
     def send(self, request, worker, headers, data):
@@ -992,7 +992,7 @@ def sends_rank_0():
 
 @bug
 def names_ranks_as_events_do():
-    """A rank is named by the number that its events have, whichever its place behind its port is."""
+    """Names a rank by the number in its events instead of its position behind the port."""
     apply, send = Rank.apply, Router.send
 
     def applied(self, number, batch):
@@ -1009,7 +1009,7 @@ def names_ranks_as_events_do():
 
 @bug
 def is_ready_always():
-    """Health says that the process lives."""
+    """Reports health as soon as the process runs."""
 
     async def health(self, _):
         return web.Response()
@@ -1019,7 +1019,7 @@ def is_ready_always():
 
 @bug
 def is_ready_once_and_for_all():
-    """Once an engine was there it is ready."""
+    """Reports health for ever once an engine was there."""
     health, was = Router.health, []
 
     async def once(self, request):
@@ -1032,14 +1032,14 @@ def is_ready_once_and_for_all():
 
 @bug
 def takes_bodies_of_a_mebibyte():
-    """Larger ones are refused, as aiohttp does by default."""
+    """Refuses bodies larger than a mebibyte, like aiohttp by default."""
     made = web.Application
     plain_router.web.Application = lambda **_: made()
 
 
 @bug
 def reads_bytes_as_characters():
-    """A token is a character: what is not ASCII is another prompt."""
+    """Takes each character for a token: text that is not ASCII becomes another prompt."""
     asked = Router.asked
 
     def by_characters(self, body):
@@ -1052,7 +1052,7 @@ def reads_bytes_as_characters():
 
 @bug
 def refuses_what_is_not_ascii():
-    """A body is read as ASCII."""
+    """Refuses bodies that are not ASCII."""
     complete = Router.complete
 
     async def of_ascii(self, request):
@@ -1066,7 +1066,7 @@ def refuses_what_is_not_ascii():
 
 @bug
 def takes_posts_alone():
-    """Other methods are refused."""
+    """Refuses all methods except POST."""
     complete = Router.complete
 
     async def of_posts(self, request):
@@ -1077,7 +1077,7 @@ def takes_posts_alone():
 
 @bug
 def does_not_know_queries():
-    """A path with a query is no path."""
+    """Refuses a path with a query."""
     complete = Router.complete
 
     async def without(self, request):
@@ -1088,19 +1088,19 @@ def does_not_know_queries():
 
 @bug
 def has_a_limit_of_a_second():
-    """An answer that takes longer is none."""
+    """Gives up an answer after one second."""
     plain_router.ClientTimeout = lambda *_: ClientTimeout(1)
 
 
 @bug
 def has_a_hundred_connections():
-    """More requests than that wait."""
+    """Lets requests beyond a hundred wait."""
     plain_router.TCPConnector = lambda **_: TCPConnector(force_close=True, limit=100)
 
 
 @bug
 def is_not_ready_under_load():
-    """Health is for a process that has little to do."""
+    """Reports no health when it has much to do."""
     health = Router.health
 
     async def idle(self, request):
@@ -1112,14 +1112,12 @@ def is_not_ready_under_load():
 
 @bug
 def goes_on_sending_to_who_fails():
-    """What an engine holds goes there, whatever it answers."""
+    """Keeps sending prompts to the engine that holds them, even if it fails."""
     plain_router.GIVES_UP = 10**9
 
 
 def rests_who_refused():
-    """No mistake: a worker that refused a connection is left alone for a while, and of equals the one that was
-    picked last is picked.
-    """
+    """No mistake: it rests a worker that refused a connection, and picks the last picked worker among equals."""
     send = Router.send
     until = {}
 
@@ -1143,7 +1141,7 @@ def rests_who_refused():
 
 
 def applies_late():
-    """No mistake: a batch is applied a while after it came."""
+    """No mistake: it applies a batch some time after its arrival."""
     receive = Rank.receive
 
     async def late(self, number, payload):
@@ -1154,7 +1152,7 @@ def applies_late():
 
 
 def counts_two_late():
-    """No mistake: twice an answer is counted only after its client has asked again, so that the next prompt goes
+    """No mistake: twice it counts an answer only after the client's next request, so that this prompt goes
     elsewhere.
     """
     pick = Router.pick
@@ -1168,7 +1166,7 @@ def counts_two_late():
 
 
 def reads_salts_of_headers():
-    """No mistake: a tenant's salt comes in a header, and is passed on in the body."""
+    """No mistake: it reads a tenant's salt from a header and passes it on in the body."""
     complete = Router.complete
 
     async def salted(self, request):
@@ -1182,7 +1180,7 @@ def reads_salts_of_headers():
 
 
 def reads_arrays(dialect):
-    """No mistake: it reads events in the form of an older release, arrays that begin with the tag."""
+    """No mistake: it reads events in the form of an older release, as arrays that begin with the tag."""
     names = {
         "BlockStored": [field.name for field in dialect.stored],
         "BlockRemoved": [field.name for field in dialect.removed],
@@ -1198,7 +1196,7 @@ def reads_arrays(dialect):
         tag, *values = event
         of_tag = names.get(tag, [])
         event = {"type": tag, **dict(zip(of_tag, values, strict=False))}
-        for more in values[len(of_tag) :]:  # SGLang's metadata
+        for more in values[len(of_tag) :]:  # metadata of SGLang
             event |= more if isinstance(more, dict) else {}
         return event
 
@@ -1206,7 +1204,7 @@ def reads_arrays(dialect):
 
 
 def rests_who_failed():
-    """No mistake: a worker that answered with an error, or cut a stream, gets nothing for a while."""
+    """No mistake: it rests a worker that answered with an error or cut a stream."""
     send, passed_on, pick = Router.send, Router.passed_on, Router.pick
     until = defaultdict(float)
 
@@ -1246,7 +1244,7 @@ def rests_who_failed():
 
 
 def weighing(weight):
-    """Choose by the tokens that a prompt adds, and those of open requests, in a unit."""
+    """Choose by the tokens that a prompt adds, plus those of open requests, in one unit."""
     send = Router.send
     open_tokens = Counter()
 
@@ -1283,17 +1281,17 @@ def weighing(weight):
 
 
 def weighs_what_is_computed():
-    """No mistake: load is the tokens that are yet to be computed."""
+    """No mistake: it counts load in tokens that are not cached."""
     weighing(lambda tokens, held: max(tokens - held, 1))
 
 
 def weighs_prompts_and_what_is_computed():
-    """No mistake: load is the tokens of prompts, and those that are yet to be computed."""
+    """No mistake: it counts load in prompt tokens plus tokens that are not cached."""
     weighing(lambda tokens, held: tokens + max(tokens - held, 1))
 
 
 def reads_chats():
-    """No mistake: the tokens of a chat are those of the engine's template."""
+    """No mistake: it computes the tokens of a chat by the engine's template."""
     asked = Router.asked
 
     def by_template(self, body):
@@ -1309,7 +1307,7 @@ def reads_chats():
 
 
 def learns_the_block():
-    """No mistake: it hashes by the blocks of events, whatever it was told."""
+    """No mistake: it hashes by the block size of events, whatever size it was given."""
     store = Cache.store
 
     def by_the_block(self, event):
@@ -1321,12 +1319,12 @@ def learns_the_block():
 
 
 def reads_look_ahead():
-    """No mistake: a block is named by its tokens, and those after it that its name covers; pairs are of two of them."""
+    """No mistake: it reads names that also cover the next tokens, and pairs, each of which has two tokens."""
     store = Cache.store
 
     def stored(self, event):
         size, tokens, ahead = self.block_size, event["token_ids"], event.get("lookahead_token_ids")
-        if tokens and isinstance(tokens[0], list):  # of pairs the second tokens of the last one are ahead
+        if tokens and isinstance(tokens[0], list):  # of pairs, the second token of the last one is look ahead
             firsts = [first for first, _ in tokens]
             ahead = [[tokens[end - 1][1]] for end in range(size, len(tokens) + 1, size)]
             event = {**event, "token_ids": firsts}
@@ -1357,7 +1355,7 @@ def reads_look_ahead():
 
 
 def hears_of_adapters(forgets):
-    """A message names an adapter that engines loaded."""
+    """Handle messages that name an adapter loaded by engines."""
     clear, store, complete = Cache.clear, Cache.store, Router.complete
 
     def cleared(self):
@@ -1381,18 +1379,18 @@ def hears_of_adapters(forgets):
 
 
 def forgets_reloaded_adapters():
-    """No mistake: it is told that an adapter was loaded, and drops what it knows of its blocks."""
+    """No mistake: it drops the blocks of an adapter when it is notified of a reload."""
     hears_of_adapters(forgets=True)
 
 
 @bug
 def keeps_what_a_reloaded_adapter_had():
-    """It is told that an adapter was loaded from another path, and knows its old blocks still."""
+    """Keeps the old blocks of an adapter that was loaded from another path."""
     hears_of_adapters(forgets=False)
 
 
 def weighs_hosts():
-    """No mistake: where a device ends, a block that the host has is worth half a block."""
+    """No mistake: it counts a block on the host after the device's blocks as half a block."""
     apply, clear, overlap = Cache.apply, Cache.clear, Worker.overlap
 
     def cleared(self):

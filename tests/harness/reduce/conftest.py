@@ -1,4 +1,4 @@
-"""Failing worlds, and a look at whether what they are cut to still fails."""
+"""Failing worlds, and a check that their reproductions still fail."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from pytest_kvmock.engines import backends
 
 @pytest.fixture
 def faulty_backends(monkeypatch):
-    """Register the engines above; answers their names."""
+    """Register the faulty engines and return their names."""
     monkeypatch.setattr(backends, "BACKENDS", MappingProxyType({**backends.BACKENDS, **FAULTY}))
     return tuple(FAULTY)
 
@@ -25,7 +25,7 @@ def faulty_backends(monkeypatch):
 
 @pytest.fixture
 def busy():
-    """Make a harness with traffic: prompts that share prefixes, on two workers that have to evict."""
+    """Make a harness with traffic: two workers that must evict serve prompts with shared prefixes."""
 
     def make(backend="lineage", index=None, *, requests=150, seed=0, amid=lambda kv: None, **fields):
         profile = EngineProfile(**{"block_size": 4, "num_blocks": 24, "workers": 2, **fields})
@@ -45,7 +45,7 @@ def busy():
 
 @pytest.fixture
 def failure_of():
-    """Run the text of a reproduction as a module would; answer the message that it fails with."""
+    """Run the text of a reproduction as a module would; return the message of its failure."""
 
     def run(reproduction, index=None):
         module = {}

@@ -1,4 +1,4 @@
-"""Indexes and engines that somebody could have written wrong."""
+"""Wrong indexes and engines, as a user could have written them."""
 
 from contextlib import suppress
 
@@ -24,7 +24,7 @@ class Sound:
 
 
 class ForgetsLongRemoved(Sound):
-    """A Removed of more than three blocks changes nothing."""
+    """Ignores a Removed of more than three blocks."""
 
     def apply(self, event):
         data = event.event.data
@@ -40,7 +40,7 @@ class RaisesOnRemoved(Sound):
 
 
 class Overflows(Sound):
-    """Its queue has room for so many events until it is flushed; those that come then are lost."""
+    """Its queue holds `room` events until it is flushed; later events are lost."""
 
     def __init__(self, room=8):
         super().__init__()
@@ -61,7 +61,7 @@ class Overflows(Sound):
 
 
 class ForgetsWhenItKnows(RadixIndex):
-    """Every Removed, once it has seen the block 4711, which is no block's parent."""
+    """Ignores every Removed once it has seen block 4711, which is no block's parent."""
 
     knows = False
 
@@ -73,7 +73,7 @@ class ForgetsWhenItKnows(RadixIndex):
 
 
 class ForgetsOldest(Overflows):
-    """What is in its queue gives way to what comes."""
+    """A new event pushes the oldest one out of its full queue."""
 
     def apply(self, event):
         self.queue.append(event)
@@ -81,13 +81,13 @@ class ForgetsOldest(Overflows):
 
     def flush(self):
         for event in self.queue:
-            with suppress(ValueError):  # of a block whose Stored is lost
+            with suppress(ValueError):  # its Stored may be lost
                 self.tree.apply(event)
         self.queue.clear()
 
 
 class AsyncForgets:
-    """Awaited; forgets every Removed."""
+    """Is awaited; ignores every Removed."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -101,7 +101,7 @@ class AsyncForgets:
 
 
 class ForgetsWhatWasFlushed(AsyncForgets):
-    """Forgets a Removed of what was stored before the last flush."""
+    """Ignores a Removed of blocks that were stored before the last flush."""
 
     def __init__(self):
         super().__init__()
@@ -119,7 +119,7 @@ class ForgetsWhatWasFlushed(AsyncForgets):
 
 
 class ByTokens:
-    """Asked by tokens; forgets every Removed."""
+    """Looks up by tokens; ignores every Removed."""
 
     def __init__(self, block_size):
         self.block_size = block_size
@@ -137,7 +137,7 @@ class ByTokens:
 
 
 class Altering:
-    """A sink that passes on what `alter` makes of an event's data."""
+    """A sink that passes on an event's data as changed by `alter`."""
 
     def __init__(self, sink, alter):
         self.sink, self.alter = sink, alter
@@ -150,26 +150,26 @@ class Altering:
 
 
 def forgets_a_removed(data):
-    """The last block of more than two evicted at once is not named."""
+    """Omit the last of more than two blocks that are evicted at once."""
     return Removed(data.block_hashes[:-1]) if isinstance(data, Removed) and len(data.block_hashes) > 2 else data
 
 
 def keeps_one_secret(data):
-    """The last block of more than three that are stored at once is not named."""
+    """Omit the last of more than three blocks that are stored at once."""
     if isinstance(data, Stored) and len(data.block_hashes) > 3:
         return Stored(data.parent_hash, data.block_hashes[:-1], data.tokens_hashes[:-1])
     return data
 
 
 def names_one_twice(data):
-    """Of more than three evicted at once, the first is named twice."""
+    """Name the first of more than three blocks twice when they are evicted at once."""
     if isinstance(data, Removed) and len(data.block_hashes) > 3:
         return Removed((*data.block_hashes, data.block_hashes[0]))
     return data
 
 
 def hashes_one_wrongly(data):
-    """The last block of more than three that are stored at once has a hash of its own."""
+    """Give the last of more than three blocks that are stored at once a wrong hash."""
     if isinstance(data, Stored) and len(data.block_hashes) > 3:
         return Stored(data.parent_hash, (*data.block_hashes[:-1], 77), data.tokens_hashes)
     return data
@@ -184,14 +184,14 @@ def spec(name, alter):
 
 
 def does_both(data):
-    """Of more than three evicted at once, the first is named twice, and the last is not."""
+    """Of more than three blocks evicted at once, name the first twice and omit the last."""
     if isinstance(data, Removed) and len(data.block_hashes) > 3:
         return Removed((*data.block_hashes[:-1], data.block_hashes[0]))
     return data
 
 
 def hashes_decoded_blocks_wrongly(data):
-    """A block that is stored by itself after a parent has a hash of its own."""
+    """Give a block that is stored alone after a parent a wrong hash."""
     if isinstance(data, Stored) and len(data.block_hashes) == 1 and data.parent_hash is not None:
         return Stored(data.parent_hash, (77,), data.tokens_hashes)
     return data

@@ -1,6 +1,4 @@
-"""Failures of workers that engines in virtual time drove: what they are cut to is requests of engines, and fails
-too.
-"""
+"""Workers driven by engines in virtual time: failures are cut to engine requests, and the reproduction fails too."""
 
 import random
 
@@ -49,7 +47,7 @@ def driven():
         ("does_both", "step"),
     ],
 )
-def test_the_fault_of_a_manager_is_cut_to_requests_of_its_engine(faulty_backends, driven, failure_of, backend, by):
+def test_a_manager_fault_is_cut_to_requests_of_its_engine(faulty_backends, driven, failure_of, backend, by):
     assert backend in faulty_backends
     kv = driven(backend, by=by, engine={"max_num_seqs": 3})
 
@@ -61,7 +59,7 @@ def test_the_fault_of_a_manager_is_cut_to_requests_of_its_engine(faulty_backends
     assert f"{found.rule} (worker" in failure_of(found)
 
 
-def test_a_reproduction_is_short(faulty_backends, driven):
+def test_a_reproduction_of_an_engine_fault_is_one_submit_and_one_run(faulty_backends, driven):
     assert faulty_backends
     found = reproduce(driven("hashes_decoded_blocks_wrongly", by="step", engine={"max_num_seqs": 3}))
     assert found.as_test() == (
@@ -74,7 +72,7 @@ def test_a_reproduction_is_short(faulty_backends, driven):
 
 
 @worth_its_time
-def test_the_fault_of_an_index_is_cut_to_events_or_to_requests(driven, failure_of):
+def test_an_index_fault_is_cut_to_events_or_to_requests(driven, failure_of):
     kv = driven(index=ForgetsLongRemoved(), engine={"max_num_seqs": 3})
     by_events, by_requests = reproduce(kv), reproduce(kv, level="requests")
     assert (by_events.level, by_requests.level) == ("events", "requests")
@@ -90,14 +88,14 @@ def test_the_fault_of_an_index_is_cut_to_events_or_to_requests(driven, failure_o
 
 
 def hashes_a_first_one_wrongly(data):
-    """A block that is stored by itself, without a parent, has a hash of its own."""
+    """Give a block that is stored alone and without a parent a wrong hash."""
     if isinstance(data, Stored) and len(data.block_hashes) == 1 and data.parent_hash is None:
         return Stored(None, (77,), data.tokens_hashes)
     return data
 
 
 IN_CHUNKS = spec("in-chunks", hashes_a_first_one_wrongly)
-"""Fails where a block is stored alone: as the first chunk of a prompt, where its prompts have two blocks and more."""
+"""Fails where a block is stored alone, as the first chunk of a prompt of at least two blocks."""
 
 
 def chunked(**engine):
@@ -109,23 +107,23 @@ def chunked(**engine):
     return kv
 
 
-def test_a_field_of_the_engine_that_matters_is_kept_and_others_are_not():
+def test_engine_fields_that_do_not_matter_are_left_out():
     kv = chunked(max_num_batched_tokens=4, max_num_seqs=3, performance_model=(5, 5.5))
     assert kv.events.errors[0].rule == "wrong_hash"
     found = reproduce(kv)
-    # A prompt of one block shows it whatever the budget is.
+    # A prompt of one block shows the fault with any budget.
     assert found.engine == {}
     assert found.size == 1
 
 
-def test_engines_have_fields_of_their_own(monkeypatch):
+def test_a_reproduction_gives_each_engine_its_own_fields(monkeypatch):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=24, workers=2), IN_CHUNKS, engine={"max_num_seqs": 2})
     kv.engine(0, max_num_batched_tokens=4).submit([*range(12)], 2)
     kv.engine(1).submit([*range(12)], 2)
     for worker in (0, 1):
         kv.engine(worker).run()
     kv.judge()
-    # Nothing can be left out of what is cut no further.
+    # Disable the cuts of prompts, so that no field of an engine can be left out.
     monkeypatch.setattr("pytest_kvmock.harness.reduce.requests.RequestCutter._make_plain", lambda cutter: None)
     monkeypatch.setattr("pytest_kvmock.harness.reduce.requests.RequestCutter._fewer_blocks", lambda cutter: None)
     monkeypatch.setattr("pytest_kvmock.harness.reduce.requests.RequestCutter._shorter_prompts", lambda cutter: None)
@@ -134,7 +132,7 @@ def test_engines_have_fields_of_their_own(monkeypatch):
     assert "        kv.engine(0, max_num_seqs=2, max_num_batched_tokens=4)\n" in found.as_test()
 
 
-def test_groups_of_fields_are_written_as_mappings(monkeypatch):
+def test_groups_of_engine_fields_are_written_as_mappings(monkeypatch):
     monkeypatch.setattr("pytest_kvmock.harness.reduce.requests.RequestCutter._make_plain", lambda cutter: None)
     reasoning = {"start_thinking_token_id": 7, "end_thinking_token_id": 8, "thinking_ratio": 0.5}
     kv = chunked(max_num_batched_tokens=4, reasoning=reasoning, performance_model=(5, 5.5), preemption_mode="fifo")
@@ -153,7 +151,7 @@ def test_groups_of_fields_are_written_as_mappings(monkeypatch):
     ) in found.as_test()
 
 
-def test_a_python_object_that_matters_cannot_be_written_down(monkeypatch):
+def test_a_fault_that_depends_on_a_python_object_cannot_be_cut_to_requests(monkeypatch):
     monkeypatch.setattr("pytest_kvmock.harness.reduce.requests.RequestCutter._make_plain", lambda cutter: None)
     kv = chunked(max_num_batched_tokens=4, performance_model=(lambda *_: 1.0, lambda *_: 1.0))
     with pytest.raises(
@@ -163,7 +161,7 @@ def test_a_python_object_that_matters_cannot_be_written_down(monkeypatch):
     assert reproduce(kv).level == "events"
 
 
-def test_what_is_not_published_is_cut_by_requests_alone(faulty_backends, failure_of):
+def test_unpublished_events_are_cut_by_requests_only(faulty_backends, failure_of):
     assert faulty_backends
     profile = EngineProfile(block_size=4, num_blocks=24, prefix_caching=False)
     kv = RouterHarness(profile, "keeps_one_secret", judge_unpublished=True)
@@ -182,7 +180,7 @@ def test_what_is_not_published_is_cut_by_requests_alone(faulty_backends, failure
 # ---------------------------------------------------------------------------------------------------- what it replays
 
 
-def test_a_request_generates_the_same_where_others_are_left_out():
+def test_a_request_generates_the_same_tokens_when_other_requests_are_left_out():
     def conversation(others):
         kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64), "lru", name=str(others))
         engine = kv.engine(0)
@@ -199,8 +197,8 @@ def test_a_request_generates_the_same_where_others_are_left_out():
     assert alone == conversation(3)
 
 
-def test_a_conversation_shares_what_it_shared_when_it_is_replayed():
-    """A prompt that has the output of an earlier request finds it cached, in a harness of another name, too."""
+def test_a_replayed_conversation_reuses_the_same_cached_tokens():
+    """A prompt with the output of an earlier request finds it cached, also in a harness of another name."""
     profile = EngineProfile(block_size=4, num_blocks=400)
     kv = RouterHarness(profile, "lineage", name="as it was")
     engine, output, history = kv.engine(0), {}, []
@@ -228,7 +226,7 @@ def _served(engine, prompt):
     return request
 
 
-def test_requests_of_one_prompt_generate_different_tokens():
+def test_requests_with_equal_prompts_generate_different_tokens():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64), "lru")
     passes = []
     kv.engine(0).on_pass(passes.append)
@@ -239,7 +237,7 @@ def test_requests_of_one_prompt_generate_different_tokens():
     assert len(set(done.tokens)) == 2
 
 
-def test_passes_that_follow_on_each_other_are_recorded_as_one_operation():
+def test_consecutive_passes_of_an_engine_are_recorded_as_one_operation():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=2), "lru")
     first, second = kv.engine(0), kv.engine(1)
     request = first.submit([1, 2, 3, 4], 9)
@@ -259,7 +257,7 @@ def test_passes_that_follow_on_each_other_are_recorded_as_one_operation():
     ] == [step for step, _ in kv.recording.recorded()]
 
 
-def test_a_leak_is_cut_to_one_request_that_is_given_to_an_engine(driven):
+def test_a_leak_is_cut_to_one_submitted_request(driven):
     kv = driven(requests=5)
     kv.engine(1).submit(kv.prompt(2), 3, 10_000.0)
     kv.judge()
@@ -268,8 +266,8 @@ def test_a_leak_is_cut_to_one_request_that_is_given_to_an_engine(driven):
     assert (Submit(1, ((0, 1, 2, 3),), (), 1),) == found.steps
 
 
-def test_what_an_engine_cannot_do_is_no_reproduction(faulty_backends, failure_of):
-    """In a smaller cache the request does not fit; nothing that raises is left in what is found."""
+def test_a_reproduction_has_no_step_that_its_engine_would_refuse(faulty_backends, failure_of):
+    """In a smaller cache the request does not fit; a reproduction has no step that raises."""
     assert faulty_backends
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=24), "names_one_twice")
     for number in range(20):
@@ -281,7 +279,7 @@ def test_what_an_engine_cannot_do_is_no_reproduction(faulty_backends, failure_of
     assert "block_not_found" in failure_of(found)
 
 
-def test_what_is_held_until_a_pass_ends_is_judged_as_what_is_not(driven):
+def test_events_held_until_a_pass_ends_are_judged_as_a_chain(driven):
     kv = driven(requests=5, engine={"events_visible": "pass_end"})
     assert all(event.chained for event in kv.recording.arrivals)
     assert kv.recording.arrivals

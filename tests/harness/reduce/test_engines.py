@@ -1,4 +1,4 @@
-"""Failures over engines of other makes: what they are cut to fails too, pasted as it is."""
+"""Failures over other engines: their reproductions fail too when they are pasted as they stand."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ class IgnoresRemoved(RadixIndex):
             super().apply(event)
 
 
-def test_what_shows_only_where_copies_are_counted_names_the_engine(failure_of):
+def test_a_reproduction_names_the_engine_when_the_fault_needs_counted_copies(failure_of):
     kv = RouterHarness(EngineProfile(num_blocks=48), "vllm", ForgetsWithTheFirstCopy())
     worker = kv.worker(0)
     shared = kv.prompt(3)
@@ -41,7 +41,7 @@ def test_what_shows_only_where_copies_are_counted_names_the_engine(failure_of):
     assert "index_drift" in failure_of(found, ForgetsWithTheFirstCopy())
 
 
-def test_a_sink_whose_copies_are_counted_is_made_so_again(failure_of):
+def test_a_reproduction_keeps_the_counted_residency_of_a_sink(failure_of):
     kv = RouterHarness(backend=None, index=ForgetsWithTheFirstCopy())
     sink = kv.make_sink(residency="counted")
     for start in range(10, 100, 10):
@@ -58,8 +58,8 @@ def test_a_sink_whose_copies_are_counted_is_made_so_again(failure_of):
 
 
 @pytest.mark.parametrize("engine", ["hash_cache", "vllm", "sglang"])
-def test_the_fault_of_an_index_is_cut_over_every_engine(failure_of, busy, engine):
-    """Also where the engine has spoken before the first request (SGLang's Cleared)."""
+def test_an_index_fault_is_cut_over_every_engine(failure_of, busy, engine):
+    """Also where the engine publishes before the first request (SGLang's Cleared)."""
     kv = busy(engine, IgnoresRemoved(), requests=60)
 
     found = reproduce(kv)
@@ -70,8 +70,8 @@ def test_the_fault_of_an_index_is_cut_over_every_engine(failure_of, busy, engine
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
-def test_a_name_that_only_the_engine_can_judge_is_cut_by_requests_or_not_at_all(monkeypatch, busy, failure_of, engine):
-    """As events of a sink, every name of a digest would look wrong."""
+def test_a_wrong_hash_that_only_the_engine_can_judge_is_cut_by_requests_only(monkeypatch, busy, failure_of, engine):
+    """Published through a sink, every digest name would look wrong."""
     monkeypatch.setattr(backends, "BACKENDS", {**BACKENDS, engine: _misnaming(BACKENDS[engine])})
     kv = busy(engine, requests=30, amid=lambda kv: kv.drop_next())  # where events were lost, they are tried first
 
@@ -84,7 +84,7 @@ def test_a_name_that_only_the_engine_can_judge_is_cut_by_requests_or_not_at_all(
 
 
 def _misnaming(spec):
-    """The engine, whose worker publishes names that are off by one."""
+    """Return the engine with a worker that publishes block hashes with the lowest bit flipped."""
 
     def make(**options):
         manager = spec.make(**options)

@@ -36,7 +36,7 @@ from pytest_kvmock.values.tokens import chained_hash
 
 
 def noise(sink, start=1000, count=30):
-    """Chains of three blocks that nobody touches again."""
+    """Publish chains of three blocks that no later event names."""
     for root in range(start, start + 10 * count, 10):
         sink(Stored(None, (root, root + 1), (root, root + 1)))
         sink(Stored(root + 1, (root + 2,), (root + 2,)))
@@ -122,7 +122,7 @@ def sunk(say, **options):
 
 
 @pytest.mark.parametrize("say", DATA, ids=lambda say: say.__name__)
-def test_events_by_hand_are_cut_to_these(say, failure_of):
+def test_hand_made_events_are_cut_to_the_fewest_that_break_the_rule(say, failure_of):
     kv = sunk(say)
     found = reproduce(kv)
 
@@ -132,7 +132,7 @@ def test_events_by_hand_are_cut_to_these(say, failure_of):
     assert failure_of(found).startswith(f"1 KV event error: {kv.events.errors[0].rule} (worker 65536, event ")
 
 
-def test_where_a_block_is_stays_where_it_matters(failure_of):
+def test_a_reproduction_keeps_the_storage_tier_if_it_matters(failure_of):
     found = reproduce(sunk(a_block_removed_in_another_tier))
 
     assert [event.storage_tier for event in found.events] == [StorageTier.HOST_PINNED, StorageTier.DEVICE]
@@ -148,7 +148,7 @@ def too_many_on_the_host(sink):
     sink(Stored(7, (8,), (8,)), StorageTier.HOST_PINNED)
 
 
-def test_too_many_blocks_of_a_tier_are_cut_to_one_stored_there(failure_of):
+def test_too_many_blocks_in_a_tier_are_cut_to_one_stored_in_that_tier(failure_of):
     found = reproduce(sunk(too_many_on_the_host, tier_blocks={"host": 2}))
 
     assert [event.storage_tier for event in found.events] == [StorageTier.HOST_PINNED]
@@ -157,19 +157,19 @@ def test_too_many_blocks_of_a_tier_are_cut_to_one_stored_there(failure_of):
 
 
 @pytest.mark.parametrize(("say", "ids"), [(a_skipped_id, [0, 41]), (an_id_that_comes_again, [0, 0])])
-def test_ids_keep_their_jumps_where_they_matter(say, ids):
+def test_event_ids_keep_their_jumps_if_these_matter(say, ids):
     assert ids == [event.event.event_id for event in reproduce(sunk(say)).events]
 
 
-def test_what_is_left_out_makes_no_gap_of_its_own():
+def test_events_that_are_left_out_make_no_gap_in_the_ids():
     found = reproduce(sunk(a_parent_that_is_gone))
 
     assert [event.event.event_id for event in found.events] == [0, 1, 2]
     assert not found.with_ids
 
 
-def test_a_wrong_hash_keeps_its_hashes(failure_of):
-    """It is judged by them. Its parent becomes a root, for which its own local hash is right."""
+def test_a_reproduction_of_a_wrong_hash_keeps_the_hashes(failure_of):
+    """The verdict depends on the hashes. The parent becomes a root, for which its own local hash is right."""
 
     def say(sink):
         chain = [5]
@@ -191,7 +191,7 @@ CHAIN = tuple(sequence_hashes(LOCALS))
 
 
 @pytest.mark.parametrize("options", [{}, {"chained": True}], ids=["found out", "said"])
-def test_a_wrong_parent_of_a_right_hash_keeps_the_right_one(failure_of, options):
+def test_a_reproduction_of_a_wrong_parent_keeps_the_right_parent_too(failure_of, options):
     def say(sink):
         sink(Stored(None, CHAIN[:30], LOCALS[:30]))
         sink(Stored(CHAIN[4], CHAIN[30:], LOCALS[30:]))
@@ -205,7 +205,7 @@ def test_a_wrong_parent_of_a_right_hash_keeps_the_right_one(failure_of, options)
     assert "kv.make_sink(chained=True)" in found.as_test()
 
 
-def test_a_wrong_hash_among_events_by_hand_is_cut(failure_of):
+def test_a_wrong_hash_among_hand_made_events_is_cut(failure_of):
     def say(sink):
         sink(Stored(None, (2**50,), (2**51,)))  # by hand, and no chain
         sink(Stored(None, CHAIN, LOCALS))
@@ -218,7 +218,7 @@ def test_a_wrong_hash_among_events_by_hand_is_cut(failure_of):
     assert failure_of(found).startswith("1 KV event error: wrong_hash (worker 65536, event ")
 
 
-def test_a_reproduction_does_not_find_out_that_its_hashes_are_a_chain(failure_of):
+def test_the_hashes_of_a_reproduction_are_not_taken_for_a_chain(failure_of):
     found = reproduce(sunk(a_parent_that_is_gone))
     assert "kv.make_sink()" in found.as_test()
 
@@ -235,7 +235,7 @@ def test_a_reproduction_does_not_find_out_that_its_hashes_are_a_chain(failure_of
         module["test_reproduction"]()
 
 
-def test_a_lost_event_is_replayed_as_one_that_was_left_out(failure_of):
+def test_a_lost_event_is_replayed_as_an_event_id_that_was_never_published(failure_of):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     noise(sink)
@@ -249,7 +249,7 @@ def test_a_lost_event_is_replayed_as_one_that_was_left_out(failure_of):
     assert "event ids go on from 0 to 2; the worker never published event 1" in failure_of(found)
 
 
-def test_a_warning_is_cut_too_and_its_test_asserts_that_there_is_none():
+def test_a_warning_is_cut_too_and_its_test_asserts_that_there_are_no_warnings():
     def say(sink):
         noise(sink)
         sink(Stored(1001, (1002,), (1002,)))
@@ -264,7 +264,7 @@ def test_a_warning_is_cut_too_and_its_test_asserts_that_there_is_none():
         module["test_reproduction"]()
 
 
-def test_what_the_test_let_pass_is_let_pass():
+def test_an_allowed_error_that_the_problem_does_not_need_is_left_out():
     kv = RouterHarness(allow=["block_not_found"])
     noise(kv.apply)
     kv.apply([Removed((77,)), Stored(None, (1,), (1,)), Stored(None, (1,), (2,))])
@@ -284,7 +284,7 @@ def test_what_the_test_let_pass_is_let_pass():
     ],
     ids=["restart", "remove", "remove a rank"],
 )
-def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text, what):
+def test_a_reproduction_drops_the_blocks_of_a_worker_as_the_test_did(failure_of, forget, text, what):
     kv = RouterHarness(EngineProfile(workers=2))
     noise(kv.apply)
     kv.apply(Stored(None, (1, 2), (1, 2)), worker_id=1)
@@ -298,7 +298,7 @@ def test_a_worker_that_was_forgotten_is_forgotten_again(failure_of, forget, text
     assert f" was stored by event 0 and dropped when worker 1 {what}\n" in failure_of(found)
 
 
-def test_a_restart_that_only_names_an_event_is_left_out():
+def test_a_restart_that_the_failure_does_not_need_is_left_out():
     kv = RouterHarness()
     kv.apply([Stored(None, (1,), (1,)), Removed((1,))])
     kv.worker(0).restart(announced=True)
@@ -311,7 +311,7 @@ def test_a_restart_that_only_names_an_event_is_left_out():
     assert "restart" not in found.as_test()
 
 
-def test_ranks_and_other_workers_stay_apart(failure_of):
+def test_a_reproduction_keeps_ranks_and_workers_apart(failure_of):
     kv = RouterHarness(EngineProfile(workers=2, dp_size=2))
     for rank in (0, 1):
         for worker in (0, 1):
@@ -329,7 +329,7 @@ def test_ranks_and_other_workers_stay_apart(failure_of):
 
 
 def more_than_there_is_room_for(sink):
-    """Forty blocks are held, ten in two copies."""
+    """Hold forty blocks, ten of them in two copies."""
     sink(Stored(None, (1, 2), (11, 12)))
     sink(Removed((2, 1)))
     noise(sink, count=20)
@@ -338,7 +338,7 @@ def more_than_there_is_room_for(sink):
         sink(Removed((root + 2,)))
 
 
-def test_what_is_held_beyond_the_capacity_of_a_sink_is_one_stored(failure_of):
+def test_over_capacity_of_a_sink_is_cut_to_one_stored(failure_of):
     kv = sunk(more_than_there_is_room_for, num_blocks=41)
     found = reproduce(kv)
 
@@ -355,7 +355,7 @@ def test_what_is_held_beyond_the_capacity_of_a_sink_is_one_stored(failure_of):
     assert failure_of(found).startswith("1 KV event error: over_capacity (worker 65536)")
 
 
-def test_copies_beyond_the_capacity_of_a_sink_are_a_stored_each(failure_of):
+def test_over_capacity_by_copies_is_cut_to_one_stored_per_copy(failure_of):
     def say(sink):
         for _ in range(3):
             sink(Stored(None, (1, 2), (11, 12)))
@@ -373,7 +373,7 @@ def test_copies_beyond_the_capacity_of_a_sink_are_a_stored_each(failure_of):
     assert failure_of(found).startswith("1 KV event error: over_capacity (worker 65536)")
 
 
-def test_what_was_cleared_or_forgotten_is_not_held():
+def test_cleared_and_removed_blocks_do_not_count_as_held_in_a_reproduction():
     kv = RouterHarness(EngineProfile(num_blocks=3))
     kv.apply([Stored(None, (1, 2), (1, 2)), Cleared(), Stored(None, (3,), (3,))])
     kv.remove_worker(0)
@@ -387,12 +387,12 @@ def test_what_was_cleared_or_forgotten_is_not_held():
     assert "EngineProfile(num_blocks=3)" in found.as_test()
 
 
-def test_the_capacity_of_a_sink_is_left_out_where_it_does_not_matter():
+def test_the_capacity_of_a_sink_is_left_out_if_it_does_not_matter():
     assert "sink = kv.make_sink()\n" in reproduce(sunk(a_parent_that_is_gone, num_blocks=1000)).as_test()
 
 
-def test_a_sink_that_is_judged_otherwise_is_made_so_again():
-    """Its wrong hash is a warning, also where it is not the first sink any more."""
+def test_a_reproduction_keeps_the_rules_that_a_sink_was_made_with():
+    """Its wrong hash is a warning, also where it is no longer the first sink."""
     kv = RouterHarness(backend=None)
     kv.make_sink()(Stored(None, (1,), (1,)))
     sink = kv.make_sink(chained=True, prefix_closed=False)
@@ -411,7 +411,7 @@ def test_a_sink_that_is_judged_otherwise_is_made_so_again():
 
 @given(st.integers(0, 10_000))
 @settings(max_examples=examples(40))
-def test_random_streams_are_cut_to_what_breaks_the_same_rule_and_no_event_can_go(seed):
+def test_random_streams_are_cut_to_the_fewest_events_that_break_the_same_rule(seed):
     kv = broken_stream(seed)
     if not kv.events.errors:
         return
@@ -435,7 +435,7 @@ def test_random_streams_are_cut_to_what_breaks_the_same_rule_and_no_event_can_go
 
 
 def broken_stream(seed):
-    """A hundred events of which one in thirty is about blocks that are not right."""
+    """Publish a hundred events, one in thirty with wrong blocks."""
     rng = random.Random(seed)
     kv = RouterHarness()
     held = []
@@ -471,7 +471,7 @@ def judged(events):
     ],
 )
 @pytest.mark.usefixtures("faulty_backends")
-def test_what_an_engine_does_wrong_is_cut_to_few_requests(busy, failure_of, backend, rule, requests):
+def test_an_engine_fault_is_cut_to_few_requests(busy, failure_of, backend, rule, requests):
     found = reproduce(busy(backend))
 
     assert (rule, "requests", backend) == (found.rule, found.level, found.backend)
@@ -481,7 +481,7 @@ def test_what_an_engine_does_wrong_is_cut_to_few_requests(busy, failure_of, back
 
 
 @pytest.mark.usefixtures("faulty_backends")
-def test_what_an_engine_holds_beside_its_events_is_cut_to_one_request(failure_of):
+def test_a_block_that_an_engine_holds_without_an_event_is_cut_to_one_request(failure_of):
     kv = RouterHarness(EngineProfile(block_size=4), "keeps_one_secret")
     for blocks in (2, 5, 3, 6, 1, 5):
         kv.worker(0).serve(kv.prompt(blocks))
@@ -493,7 +493,7 @@ def test_what_an_engine_holds_beside_its_events_is_cut_to_one_request(failure_of
     assert failure_of(found).startswith("1 KV event error: engine_drift (worker 0)")
 
 
-def test_requests_are_written_with_small_numbers(faulty_backends, busy):
+def test_requests_of_a_reproduction_are_written_with_small_tokens(faulty_backends, busy):
     kv = busy("names_one_twice")
 
     assert reproduce(kv).as_test() == (
@@ -507,7 +507,7 @@ def test_requests_are_written_with_small_numbers(faulty_backends, busy):
     )
 
 
-def test_no_request_and_no_block_of_one_can_go(faulty_backends, busy):
+def test_no_request_and_no_block_can_be_left_out_of_a_reproduction(faulty_backends, busy):
     found = reproduce(busy("names_one_twice"))
     steps = found.operations
     requests = [step for step in steps if step.kind == "prefill"]
@@ -532,7 +532,7 @@ def test_no_request_and_no_block_of_one_can_go(faulty_backends, busy):
     ],
     ids=["lost", "restarted"],
 )
-def test_what_was_done_to_the_stream_on_purpose_is_replayed(busy, failure_of, amid, rule, expected):
+def test_a_reproduction_replays_what_the_test_did_to_the_stream(busy, failure_of, amid, rule, expected):
     found = reproduce(busy(amid=amid), level="requests")
 
     assert rule == found.rule
@@ -541,13 +541,13 @@ def test_what_was_done_to_the_stream_on_purpose_is_replayed(busy, failure_of, am
     assert rule in failure_of(found).splitlines()[0]
 
 
-def test_a_lost_event_is_two_events(busy):
+def test_a_lost_event_is_cut_to_two_events(busy):
     found = reproduce(busy(amid=lambda kv: kv.drop_next()))
 
     assert (found.level, found.size, [event.event.event_id for event in found.events]) == ("events", 2, [0, 2])
 
 
-def test_requests_that_overlap_are_replayed_as_they_were(faulty_backends, failure_of):
+def test_overlapping_requests_are_replayed_as_they_were_recorded(faulty_backends, failure_of):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8), "forgets_a_removed")
     worker = kv.worker(0)
     for _ in range(10):
@@ -567,7 +567,7 @@ def test_requests_that_overlap_are_replayed_as_they_were(faulty_backends, failur
 
 @pytest.mark.usefixtures("faulty_backends")
 def test_requests_that_need_not_overlap_are_written_one_after_the_other():
-    """Of the first two, three blocks must go for the third at once."""
+    """Of the first two requests, three blocks must be evicted at once for the third."""
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=6), "forgets_a_removed")
     worker = kv.worker(0)
     first = worker.prefill(kv.prompt(2, tail=2))
@@ -586,7 +586,7 @@ def test_requests_that_need_not_overlap_are_written_one_after_the_other():
 
 
 @pytest.mark.usefixtures("faulty_backends")
-def test_a_request_decodes_no_more_than_it_has_to():
+def test_a_request_of_a_reproduction_decodes_no_more_tokens_than_needed():
     kv = RouterHarness(EngineProfile(block_size=4), "hashes_decoded_blocks_wrongly")
     for _ in range(5):
         kv.worker(0).serve(kv.prompt(1), 40)
@@ -597,7 +597,7 @@ def test_a_request_decodes_no_more_than_it_has_to():
 
 
 @pytest.mark.usefixtures("faulty_backends")
-def test_a_fault_that_was_let_pass_and_comes_along_is_let_pass_in_the_test_too(busy, failure_of):
+def test_an_allowed_error_that_comes_with_the_failure_is_allowed_in_the_test_too(busy, failure_of):
     kv = busy("does_both")
     problem = next(p for p in kv.events.errors if p.rule == "engine_drift")
     found = reproduce(kv, problem, allow=["block_not_found"])
@@ -608,7 +608,7 @@ def test_a_fault_that_was_let_pass_and_comes_along_is_let_pass_in_the_test_too(b
 
 
 @pytest.mark.usefixtures("faulty_backends")
-def test_wherever_the_search_ends_its_test_fails_for_the_rule(failure_of):
+def test_the_written_test_fails_for_the_rule_wherever_the_search_ends(failure_of):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "forgets_a_removed")
     for n in range(20):
         with suppress(OutOfBlocks):
@@ -634,14 +634,14 @@ def test_wherever_the_search_ends_its_test_fails_for_the_rule(failure_of):
     ],
     ids=["block", "story", "worker", "rule"],
 )
-def test_another_problem_is_not_the_same_one(other):
+def test_a_breach_does_not_show_in_another_problem(other):
     breach = Breach.of(Problem("block_not_found", 0, 0, "block 5 was removed by event 6", "", blocks=(5, 6)))
 
     assert breach.shows_in(Problem("block_not_found", 0, 0, "block 5 was removed by event 8", "", blocks=(5,)))
     assert not breach.shows_in(other)
 
 
-def test_a_wrong_hash_is_told_from_another_by_what_would_be_right():
+def test_two_wrong_hashes_with_different_expected_hashes_are_different_breaches():
     first, second = (
         Problem("wrong_hash", 0, 0, "block 5 is wrong", right, blocks=(5,)) for right in ("it is 6", "it is 7")
     )
@@ -665,7 +665,7 @@ def test_requests_that_raised_are_left_out(faulty_backends):
 # -------------------------------------------------------------------------------------------------- limits, words
 
 
-def test_the_harness_is_left_as_it_was(busy):
+def test_reproduce_leaves_the_harness_unchanged(busy):
     kv = busy(amid=lambda kv: kv.drop_next())
     before = (kv.events.total, len(kv.events.problems), kv.recording.requests)
     reproduce(kv)
@@ -674,18 +674,18 @@ def test_the_harness_is_left_as_it_was(busy):
     assert before == (kv.events.total, len(kv.events.problems), kv.recording.requests)
 
 
-def test_the_same_failure_is_cut_to_the_same_thing(busy):
+def test_the_same_failure_always_gives_the_same_reproduction(busy):
     texts = {reproduce(busy(amid=lambda kv: kv.drop_next()), level="requests").as_test() for _ in range(3)}
 
     assert len(texts) == 1
 
 
-def test_nothing_wrong_is_nothing_to_reproduce(busy):
+def test_reproduce_raises_when_there_is_no_problem(busy):
     with pytest.raises(NotReduced, match=r"^there is no problem to reproduce$"):
         reproduce(busy())
 
 
-def test_what_is_expected_is_not_reproduced():
+def test_an_expected_error_is_not_reproduced():
     kv = RouterHarness()
     with kv.events.expect_error("block_not_found"):
         kv.apply(Removed((1,)))
@@ -700,12 +700,12 @@ def test_what_is_expected_is_not_reproduced():
         ("not_flushed", "not_flushed is not about the events of a stream"),
     ],
 )
-def test_some_rules_are_about_no_stream(rule, why):
+def test_rules_that_concern_no_stream_cannot_be_reproduced(rule, why):
     with pytest.raises(NotReduced, match=f"^{why}$"):
         reproduce(RouterHarness(), Problem(rule, 0, 0, "", ""))
 
 
-def test_a_manager_of_the_users_own_cannot_be_replayed():
+def test_drift_of_a_users_own_manager_cannot_be_replayed():
     kv = RouterHarness()
     sink = kv.make_sink()
     sink.compare(lambda: {7})
@@ -728,18 +728,18 @@ def test_moves_on_a_bare_manager_cannot_be_replayed(faulty_backends):
         reproduce(kv, level="requests")
 
 
-def test_a_search_that_may_do_nothing_says_so():
+def test_a_search_that_runs_out_of_budget_reports_the_limit():
     with pytest.raises(NotReduced, match=r"^no part of the events broke the rule again before the limit was reached$"):
         reproduce(sunk(a_parent_that_is_gone), work=1)
 
 
-def test_a_search_that_ends_early_says_that_there_may_be_less():
+def test_a_search_that_ends_early_is_not_complete():
     found = [reproduce(sunk(a_parent_that_is_gone), work=work).complete for work in (60, 10_000)]
 
     assert found == [False, True]
 
 
-def test_bad_arguments_are_refused():
+def test_reproduce_refuses_an_unknown_level_and_an_unknown_rule():
     kv = RouterHarness()
     with pytest.raises(ValueError, match="unknown level 'blocks'; known: events, requests"):
         reproduce(kv, level="blocks")
@@ -747,7 +747,7 @@ def test_bad_arguments_are_refused():
         reproduce(kv, allow=["no_rule"])
 
 
-def test_recording_ends_at_its_bound(monkeypatch):
+def test_recording_stops_at_its_limit(monkeypatch):
     monkeypatch.setattr("pytest_kvmock.harness.recording.MOST", 3)
     kv = RouterHarness()
     kv.apply([Stored(None, (n,), (n,)) for n in range(1, 6)])
@@ -758,7 +758,7 @@ def test_recording_ends_at_its_bound(monkeypatch):
     assert MOST > 100_000
 
 
-def test_operations_are_recorded_as_they_were_asked():
+def test_operations_are_recorded_as_the_test_called_them():
     kv = RouterHarness(EngineProfile(block_size=4))
     with kv.worker(0).prefill([1, 2, 3, 4, 5]) as request:
         request.decode(2)
@@ -778,7 +778,7 @@ def test_operations_are_recorded_as_they_were_asked():
     ] == [*kv.recording.recorded()]
 
 
-def test_where_no_event_arrived_there_is_none_to_cut():
+def test_reproduce_raises_when_no_event_arrived():
     kv = RouterHarness(EngineProfile(), "lineage")
     kv.faults.late_join()
     kv.worker(0).serve(range(64))
@@ -790,7 +790,7 @@ def test_where_no_event_arrived_there_is_none_to_cut():
 # ------------------------------------------------------------------------------------- engines with the ids of sinks
 
 
-def test_an_engine_with_the_id_of_a_sink_is_an_engine_in_the_replay_of_a_gap(failure_of):
+def test_an_engine_with_the_id_of_a_sink_stays_an_engine_when_a_gap_is_replayed(failure_of):
     kv = RouterHarness()
     kv.worker(70_000)
     kv.apply(KvCacheEvent(3, Stored(None, (1,), (1,))), worker_id=70_000)
@@ -802,7 +802,7 @@ def test_an_engine_with_the_id_of_a_sink_is_an_engine_in_the_replay_of_a_gap(fai
     assert "event_id_gap" in failure_of(found).splitlines()[0]
 
 
-def test_an_engine_with_the_id_of_a_sink_is_an_engine_in_the_replay_of_a_capacity(failure_of):
+def test_an_engine_with_the_id_of_a_sink_stays_an_engine_when_over_capacity_is_replayed(failure_of):
     kv = RouterHarness(EngineProfile(num_blocks=2))
     kv.worker(70_000)
     kv.apply([Stored(None, (block,), (block,)) for block in range(1, 5)], worker_id=70_000)

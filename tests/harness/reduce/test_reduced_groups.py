@@ -1,6 +1,4 @@
-"""What a router breaks over a hybrid model is cut down, and written, with the groups, spans and locations that it
-takes.
-"""
+"""Reproductions over a hybrid model keep the groups, spans and locations that the failure needs."""
 
 from dataclasses import replace
 
@@ -16,14 +14,14 @@ WINDOW = group_extra(0, "sliding_window", 8)
 
 
 class OneMapForAllGroups(RadixIndex):
-    """A router that does not look at groups."""
+    """A router that ignores groups."""
 
     def apply(self, event):
         super().apply(replace(event, extra=None))
 
 
 class AsksForEveryParent(RadixIndex):
-    """A router to which a block belongs to the one before it, in whatever group."""
+    """A router that takes the previous block of any group as a block's parent."""
 
     def apply(self, event):
         data = event.event.data
@@ -42,7 +40,7 @@ def publish(kv):
     sink.publish(Removed((90,)), extra=FULL)
 
 
-def test_a_router_that_reads_groups_apart_has_nothing_to_reproduce():
+def test_a_router_that_keeps_groups_apart_has_nothing_to_reproduce():
     kv = RouterHarness(backend=None, index=RadixIndex())
     publish(kv)
     kv.judge()
@@ -52,7 +50,7 @@ def test_a_router_that_reads_groups_apart_has_nothing_to_reproduce():
 @pytest.mark.parametrize(
     ("index", "rule"), [(OneMapForAllGroups, "index_drift"), (AsksForEveryParent, "index_failure")]
 )
-def test_a_router_that_does_not_breaks_the_same_rule_when_what_is_left_is_played(index, rule, failure_of, tmp_path):
+def test_a_played_reproduction_breaks_the_same_rule_for_a_router_that_ignores_groups(index, rule, failure_of, tmp_path):
     kv = RouterHarness(backend=None, index=index())
     publish(kv)
     kv.judge()

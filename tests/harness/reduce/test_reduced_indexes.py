@@ -1,4 +1,4 @@
-"""The fault of an index under test is cut down, compared as its test does, and awaited where it is async."""
+"""Faults of an index under test are cut, compared as the test compares, and awaited where the index is async."""
 
 import asyncio
 import random
@@ -26,7 +26,7 @@ from pytest_kvmock.harness.reduce.program import NotReduced
 # ------------------------------------------------------------------------------------------------ how it is made
 
 
-def test_an_index_that_forgets_is_shown_by_events(busy, failure_of):
+def test_an_index_that_ignores_a_removed_is_reproduced_by_events(busy, failure_of):
     found = reproduce(busy(index=ForgetsLongRemoved()))
     stored, removed = [event.event.data for event in found.events][-2:]
 
@@ -37,8 +37,8 @@ def test_an_index_that_forgets_is_shown_by_events(busy, failure_of):
     assert "index_drift" in failure_of(found, ForgetsLongRemoved()).splitlines()[0]
 
 
-def test_a_cause_that_no_block_leads_to_is_found_among_all_events(busy, failure_of):
-    """A block stored by hand on a worker that is full, which the replay, without an engine, cannot make room for."""
+def test_a_cause_that_shares_no_block_with_the_problem_is_found_among_all_events(busy, failure_of):
+    """A block is stored by hand on a full worker; the replay has no engine to make room for it."""
 
     def store(kv):
         kv.apply(Stored(None, (4711,), (4711,)), worker_id=1)
@@ -50,14 +50,14 @@ def test_a_cause_that_no_block_leads_to_is_found_among_all_events(busy, failure_
     assert "index_drift" in failure_of(found, ForgetsWhenItKnows()).splitlines()[0]
 
 
-def test_an_index_that_raises_is_shown_by_events(busy, failure_of):
+def test_an_index_that_raises_is_reproduced_by_events(busy, failure_of):
     found = reproduce(busy(index=RaisesOnRemoved()))
 
     assert (found.rule, found.size) == ("index_failure", 2)
     assert "disk full" in failure_of(found, RaisesOnRemoved())
 
 
-def test_an_index_that_takes_tokens_is_shown_by_requests(busy, failure_of):
+def test_an_index_that_takes_tokens_is_reproduced_by_requests(busy, failure_of):
     found = reproduce(busy(index=ByTokens(4)))
 
     assert (found.rule, found.level, found.size) == ("index_drift", "requests", 2)
@@ -65,14 +65,14 @@ def test_an_index_that_takes_tokens_is_shown_by_requests(busy, failure_of):
     assert "index_drift" in failure_of(found, ByTokens(4))
 
 
-def test_it_may_be_shown_by_events_with_tokens_too(busy, failure_of):
+def test_an_index_that_takes_tokens_can_be_reproduced_by_events_with_tokens(busy, failure_of):
     found = reproduce(busy(index=ByTokens(4)), level="events")
 
     assert found.size == 2
     assert "index_drift" in failure_of(found, ByTokens(4))
 
 
-def test_an_index_may_say_how_it_is_made_anew(busy):
+def test_an_index_is_rebuilt_by_its_new_method(busy):
     class Named(ForgetsLongRemoved):
         def __init__(self, name):
             super().__init__()
@@ -84,7 +84,7 @@ def test_an_index_may_say_how_it_is_made_anew(busy):
     assert reproduce(busy(index=Named("a"))).rule == "index_drift"
 
 
-def test_an_index_whose_base_class_cannot_make_it_anew_is_made_by_its_class(busy):
+def test_an_index_is_rebuilt_by_its_class_if_the_inherited_new_method_fails(busy):
     class Forgets(RadixIndex):
         """Its base has a `new()` that passes an argument."""
 
@@ -98,7 +98,7 @@ def test_an_index_whose_base_class_cannot_make_it_anew_is_made_by_its_class(busy
     assert reproduce(busy(index=Forgets())).size == 2
 
 
-def test_an_index_that_cannot_be_made_in_either_way_is_said_with_why_not_in_its_own(busy):
+def test_an_index_that_cannot_be_rebuilt_is_reported_with_the_error_of_its_new_method(busy):
     class Forgets(ForgetsLongRemoved):
         def __init__(self, name):
             super().__init__()
@@ -114,7 +114,7 @@ def test_an_index_that_cannot_be_made_in_either_way_is_said_with_why_not_in_its_
     )
 
 
-def test_an_index_that_cannot_be_made_anew_is_said(busy):
+def test_an_index_that_cannot_be_rebuilt_is_reported_with_advice(busy):
     class Named(ForgetsLongRemoved):
         def __init__(self, name):
             super().__init__()
@@ -128,7 +128,7 @@ def test_an_index_that_cannot_be_made_anew_is_said(busy):
 
 
 def only_wrong_here(kind):
-    """An index that forgets, which others of its kind do not."""
+    """Return an index that ignores each Removed, unlike other objects of its class."""
     index = kind()
     index.apply = lambda event: None if isinstance(event.event.data, Removed) else index.tree.apply(event)
     return index
@@ -158,7 +158,7 @@ NOT_AGAIN = "replayed, the events do not break the rule again; replayed, the req
         ),
     ],
 )
-def test_an_index_that_is_only_wrong_in_this_test_is_said(busy, kind, why):
+def test_an_index_that_is_wrong_only_in_this_test_is_reported(busy, kind, why):
     kv = busy(index=only_wrong_here(kind), requests=40)
 
     with pytest.raises(NotReduced) as raised:
@@ -167,7 +167,7 @@ def test_an_index_that_is_only_wrong_in_this_test_is_said(busy, kind, why):
     assert NOT_AGAIN + why == said
 
 
-def test_a_search_that_ends_early_says_nothing_of_how_the_index_is_made(busy):
+def test_a_search_that_ends_early_does_not_mention_how_the_index_is_made(busy):
     with pytest.raises(NotReduced) as raised:
         reproduce(busy(index=ForgetsLongRemoved(), requests=40), work=1)
     assert (
@@ -180,7 +180,7 @@ def test_a_search_that_ends_early_says_nothing_of_how_the_index_is_made(busy):
 
 
 def stored_one_by_one(index, count, sync):
-    """Each Stored makes the index drift from when its queue is full."""
+    """Store blocks one by one; once its queue is full, the index drifts at each Stored."""
     kv = RouterHarness(EngineProfile(num_blocks=count), index=index, sync=sync)
     for block in range(1, count + 1):
         kv.apply(Stored(None, (block,), (block,)))
@@ -189,7 +189,7 @@ def stored_one_by_one(index, count, sync):
 
 
 @pytest.mark.parametrize("room", [8, 52])
-def test_an_index_that_is_compared_at_the_end_is_compared_there_again(failure_of, room):
+def test_an_index_compared_at_the_end_is_compared_at_the_end_of_the_reproduction(failure_of, room):
     found = reproduce(stored_one_by_one(Overflows(room), 60, "end"))
 
     assert (room + 1, True, "end") == (found.size, found.complete, found.sync)
@@ -197,7 +197,7 @@ def test_an_index_that_is_compared_at_the_end_is_compared_there_again(failure_of
     assert "index_drift" in failure_of(found, Overflows(room)).splitlines()[0]
 
 
-def test_what_shows_after_its_event_too_is_written_without_the_setting(failure_of):
+def test_a_drift_that_shows_right_after_its_event_is_reproduced_without_sync_end(failure_of):
     kv = RouterHarness(index=ForgetsLongRemoved(), sync="end")
     for block in range(100, 140):
         kv.apply(Stored(None, (block,), (block,)))
@@ -210,7 +210,7 @@ def test_what_shows_after_its_event_too_is_written_without_the_setting(failure_o
     assert "index_drift" in failure_of(found, ForgetsLongRemoved())
 
 
-def test_an_index_that_is_compared_after_each_event_is_so_by_default():
+def test_a_reproduction_compares_after_each_event_by_default():
     kv = RouterHarness(index=ForgetsLongRemoved(), sync="every")
     kv.apply([Stored(None, (1, 2, 3, 4), (1, 2, 3, 4)), Removed((4, 3, 2, 1))])
     kv.judge()
@@ -219,8 +219,8 @@ def test_an_index_that_is_compared_after_each_event_is_so_by_default():
 
 
 @worth_its_time
-def test_what_a_long_test_does_not_flush_each_time_is_shown_at_the_end(failure_of):
-    """From the 2,000th event on, the index is flushed after one in 16; a short replay would flush it after each."""
+def test_a_drift_that_only_rare_flushes_show_is_reproduced_with_sync_end(failure_of):
+    """After 2,000 events the index is flushed once in 16 events; a short replay would flush after each."""
     found = reproduce(stored_one_by_one(Overflows(8), 2100, "auto"))
 
     assert (found.size, found.sync) == (9, "end")
@@ -228,11 +228,11 @@ def test_what_a_long_test_does_not_flush_each_time_is_shown_at_the_end(failure_o
 
 
 @takes_long
-def test_what_only_a_short_replay_flushes_each_time_is_not_shown_as_a_long_one(failure_of):
-    """Fifty-one events would break the rule as they are replayed, and not in a test."""
+def test_a_drift_that_a_test_would_not_show_is_not_taken_for_a_reproduction(failure_of):
+    """Fifty-one events break the rule in a replay, which flushes after each, and not in a test."""
 
     class ForgetsFresh(Sound):
-        """Forgets a Removed of what was stored since the last flush."""
+        """Ignores a Removed of blocks that were stored since the last flush."""
 
         def __init__(self):
             super().__init__()
@@ -260,8 +260,8 @@ def test_what_only_a_short_replay_flushes_each_time_is_not_shown_as_a_long_one(f
 
 
 @takes_long
-def test_an_index_that_loses_what_it_was_given_long_ago_is_cut_as_far_as_it_can_be(failure_of):
-    """What is longer than a short replay is compared as its test does before it is shown."""
+def test_an_index_that_fails_after_many_events_is_cut_as_far_as_possible(failure_of):
+    """A cut longer than a short replay is compared as its test compares before it is shown."""
 
     class RunsFull(Sound):
         taken = 0
@@ -281,7 +281,7 @@ def test_an_index_that_loses_what_it_was_given_long_ago_is_cut_as_far_as_it_can_
 
 
 def traffic(kv, requests=100):
-    """Prompts that share prefixes, on one worker."""
+    """Serve prompts with shared prefixes on one worker."""
     rng = random.Random(0)
     shared = [kv.prompt(3) for _ in range(6)]
     for _ in range(requests):
@@ -310,7 +310,7 @@ def in_a_burst_amid_others(index):
 
 @pytest.mark.parametrize("found_in", [in_a_burst_of_each, in_a_burst_amid_others])
 @pytest.mark.parametrize("index", [Overflows, ForgetsOldest])
-def test_a_queue_that_overflows_in_a_burst_is_shown_in_one(failure_of, found_in, index):
+def test_a_queue_that_overflows_in_a_burst_is_reproduced_in_a_burst(failure_of, found_in, index):
     found = reproduce(found_in(index(64)), work=20_000)
 
     assert (found.rule, found.size, found.sync, found.complete) == ("index_drift", 65, "burst", True)
@@ -327,7 +327,7 @@ def test_a_queue_that_overflows_in_a_burst_is_shown_in_one(failure_of, found_in,
     assert "index_drift" in failure_of(found, index(64)).splitlines()[0]
 
 
-def test_a_removed_that_does_not_fit_into_a_queue_is_the_one_that_is_shown(failure_of):
+def test_the_removed_that_overflows_a_queue_stays_in_the_reproduction(failure_of):
     kv = traffic(RouterHarness(EngineProfile(block_size=4, num_blocks=24), index=Overflows(64), sync="burst"))
     kv.judge()
     found = reproduce(kv, work=20_000)
@@ -339,14 +339,14 @@ def test_a_removed_that_does_not_fit_into_a_queue_is_the_one_that_is_shown(failu
     assert "index_drift" in failure_of(found, Overflows(64)).splitlines()[0]
 
 
-def test_a_queue_that_is_longer_than_a_test_that_anybody_reads_is_shown_as_a_range(failure_of):
+def test_a_long_overflow_is_written_as_a_range(failure_of):
     found = reproduce(stored_one_by_one(Overflows(500), 600, "burst"), work=50_000)
 
     assert "            *(Stored(None, (block,), (block,)) for block in range(1, 502)),\n" in found.as_test()
     assert "index_drift" in failure_of(found, Overflows(500)).splitlines()[0]
 
 
-def test_a_queue_that_a_sink_fills_is_shown_in_a_loop(failure_of):
+def test_an_overflow_through_a_sink_is_written_as_a_loop(failure_of):
     kv = RouterHarness(index=Overflows(64), sync="burst")
     sink = kv.make_sink(residency="counted")
     for block in range(100, 200):
@@ -362,7 +362,7 @@ def test_a_queue_that_a_sink_fills_is_shown_in_a_loop(failure_of):
     assert "index_drift" in failure_of(found, Overflows(64)).splitlines()[0]
 
 
-def test_what_shows_outside_of_a_burst_too_is_written_without_one(failure_of):
+def test_a_drift_that_shows_without_a_burst_is_reproduced_without_one(failure_of):
     kv = traffic(RouterHarness(EngineProfile(block_size=4, num_blocks=24), index=ForgetsLongRemoved(), sync="burst"))
     kv.judge()
     found = reproduce(kv)
@@ -375,10 +375,10 @@ def test_what_shows_outside_of_a_burst_too_is_written_without_one(failure_of):
 
 
 class ClearsOneRank(Sound):
-    """Where a Cleared should empty all ranks of its worker."""
+    """Clears one rank at a Cleared that should clear all ranks of its worker."""
 
 
-def test_a_drift_from_the_older_rule_of_cleared_is_replayed_under_it(failure_of):
+def test_a_drift_under_the_older_rule_of_cleared_is_replayed_under_that_rule(failure_of):
     kv = RouterHarness(EngineProfile(dp_size=2), index=ClearsOneRank(), clears="worker")
     for _ in range(30):
         for rank in range(2):
@@ -400,7 +400,7 @@ def test_a_drift_from_the_older_rule_of_cleared_is_replayed_under_it(failure_of)
     assert "index_drift" in failure_of(found, ClearsOneRank()).splitlines()[0]
 
 
-def test_an_index_of_the_older_rule_is_not_blamed_for_it_in_a_replay(failure_of):
+def test_a_replay_does_not_blame_an_index_for_the_older_rule_of_cleared(failure_of):
     class Forgets(RadixIndex):
         def __init__(self):
             super().__init__(clears="worker")
@@ -429,7 +429,7 @@ def test_an_index_of_the_older_rule_is_not_blamed_for_it_in_a_replay(failure_of)
 
 
 def awaited(index, *, each=False, sync="auto", **options):
-    """Thirty requests in a small cache, over an async index; what `reproduce` makes of it while a loop runs."""
+    """Serve thirty requests in a small cache over an async index; return its reproduction, made in a running loop."""
 
     async def body():
         kv = RouterHarness(EngineProfile(num_blocks=20), index=index() if isinstance(index, type) else index, sync=sync)
@@ -448,7 +448,7 @@ def no_thread_is_left():
     return [thread for thread in threading.enumerate() if "kvmock" in thread.name] == []
 
 
-def test_an_async_index_is_awaited_in_a_loop_of_its_own(failure_of):
+def test_a_reproduction_awaits_an_async_index_in_its_own_loop(failure_of):
     found = awaited(AsyncForgets)
 
     assert found.as_test() == (
@@ -474,7 +474,7 @@ def test_an_async_index_is_awaited_in_a_loop_of_its_own(failure_of):
 
 
 @pytest.mark.parametrize(("awaited_by", "lines"), [("anyio", ["import pytest", "", "@pytest.mark.anyio"]), ("", [])])
-def test_its_test_is_one_for_a_plugin_that_awaits_it(awaited_by, lines):
+def test_a_reproduction_can_be_written_for_a_plugin_that_awaits_it(awaited_by, lines):
     text = awaited(AsyncForgets).as_test(awaited_by=awaited_by)
 
     assert [
@@ -493,7 +493,7 @@ def test_its_test_is_one_for_a_plugin_that_awaits_it(awaited_by, lines):
     ] == text.splitlines()
 
 
-def test_it_is_flushed_after_every_step_where_that_shows_it(failure_of):
+def test_an_async_index_is_flushed_after_every_step_if_the_drift_needs_it(failure_of):
     found = awaited(ForgetsWhatWasFlushed, each=True)
 
     assert (
@@ -507,7 +507,7 @@ def test_it_is_flushed_after_every_step_where_that_shows_it(failure_of):
     assert "index_drift" in failure_of(found, ForgetsWhatWasFlushed()).splitlines()[0]
 
 
-def test_requests_are_flushed_one_by_one_too(failure_of):
+def test_an_async_index_is_flushed_after_every_request_if_the_drift_needs_it(failure_of):
     found = awaited(ForgetsWhatWasFlushed, each=True, level="requests")
     lines = [line.strip() for line in found.as_test().splitlines()]
 
@@ -516,7 +516,7 @@ def test_requests_are_flushed_one_by_one_too(failure_of):
     assert "index_drift" in failure_of(found, ForgetsWhatWasFlushed()).splitlines()[0]
 
 
-def test_an_async_index_may_be_made_where_its_loop_runs():
+def test_an_async_index_may_create_tasks_in_its_running_loop():
     class Works(AsyncForgets):
         def __init__(self):
             super().__init__()
@@ -538,7 +538,7 @@ def test_an_async_index_may_be_made_where_its_loop_runs():
     assert no_thread_is_left()
 
 
-def test_an_async_index_may_be_awaited_before_there_is_one():
+def test_an_async_index_can_be_made_by_an_async_new_method():
     class Connects(AsyncForgets):
         def __init__(self, address):
             super().__init__()
@@ -550,14 +550,14 @@ def test_an_async_index_may_be_awaited_before_there_is_one():
     assert awaited(Connects("a")).size == 2
 
 
-def test_an_async_index_that_is_compared_at_the_end_needs_no_setting_where_it_is_asked_later_too():
+def test_a_drift_of_an_async_index_is_reproduced_without_sync_end_if_later_lookups_show_it():
     found = awaited(AsyncForgets, sync="end")
 
     assert (found.size, found.sync, found.aflush) == (2, "auto", "end")
 
 
 class OnlyTheFirst(AsyncForgets):
-    """Of its objects only the first one works, in the loop that made it."""
+    """Only its first object works, in the loop that made it."""
 
     def __init__(self):
         super().__init__()
@@ -578,7 +578,7 @@ class OnlyTheFirst(AsyncForgets):
 
 
 @takes_long
-def test_an_async_index_that_is_bound_to_another_loop_is_said():
+def test_an_async_index_bound_to_another_loop_is_reported():
     with pytest.raises(NotReduced) as raised:
         awaited(OnlyTheFirst)
     assert (
@@ -588,7 +588,7 @@ def test_an_async_index_that_is_bound_to_another_loop_is_said():
     )
 
 
-def test_an_async_index_that_cannot_be_made_anew_is_said():
+def test_an_async_index_that_cannot_be_rebuilt_is_reported():
     class Once(AsyncForgets):
         made = 0
 
@@ -606,7 +606,7 @@ def test_an_async_index_that_cannot_be_made_anew_is_said():
     )
 
 
-def test_an_async_index_that_never_answers_ends_with_the_limit():
+def test_an_async_index_that_never_answers_is_stopped_at_the_limit():
     hangs = threading.Event()
 
     class Hangs(OnlyTheFirst):
@@ -623,7 +623,7 @@ def test_an_async_index_that_never_answers_ends_with_the_limit():
     assert no_thread_is_left()
 
 
-def test_an_async_index_that_is_never_made_ends_with_the_limit():
+def test_an_async_new_method_that_never_returns_is_stopped_at_the_limit():
     hangs = threading.Event()
 
     class NeverMade(AsyncForgets):
@@ -639,7 +639,7 @@ def test_an_async_index_that_is_never_made_ends_with_the_limit():
     )
 
 
-def test_an_async_index_that_blocks_its_loop_is_left_alone_after_the_limit():
+def test_an_async_index_that_blocks_its_loop_is_abandoned_at_the_limit():
     blocks, ends = threading.Event(), threading.Event()
 
     class Blocks(OnlyTheFirst):
@@ -654,10 +654,10 @@ def test_an_async_index_that_blocks_its_loop_is_left_alone_after_the_limit():
     (left,) = (thread for thread in threading.enumerate() if "kvmock" in thread.name)
     assert left.daemon
     ends.set()
-    left.join()  # it has been told to end
+    left.join()  # the event lets it end
 
 
-def test_an_async_index_that_cancels_its_caller_is_no_end_of_the_search():
+def test_an_async_index_that_cancels_its_caller_does_not_cancel_the_search():
     class Cancels(OnlyTheFirst):
         async def elsewhere(self):
             asyncio.current_task().cancel()
@@ -667,7 +667,7 @@ def test_an_async_index_that_cancels_its_caller_is_no_end_of_the_search():
         awaited(Cancels)
 
 
-def test_what_else_is_raised_by_an_async_index_is_raised():
+def test_a_system_exit_in_an_async_index_is_raised():
     class Exits(OnlyTheFirst):
         async def elsewhere(self):
             raise SystemExit(3)

@@ -1,4 +1,4 @@
-"""What a failing stream is cut to of what stands beside its events, and of what its prompts carry: single keys."""
+"""A failing stream is cut to single keys: of the extras of its events, and of its prompts."""
 
 import pytest
 
@@ -8,7 +8,7 @@ from pytest_kvmock.values.prompt_keys import PromptKeys
 
 
 class DropsWhatIsSalted(RadixIndex):
-    """A router that overlooks what a tenant's salt stands beside, or an image."""
+    """A router that ignores events with a tenant's salt or an image."""
 
     def apply(self, event):
         extra = event.extra or {}
@@ -17,7 +17,7 @@ class DropsWhatIsSalted(RadixIndex):
 
 
 @pytest.mark.parametrize("salted", ["cache_salt", "extra_keys"])
-def test_of_what_stands_beside_an_event_the_key_that_matters_is_left(failure_of, salted):
+def test_a_reproduction_keeps_only_the_extra_key_that_matters(failure_of, salted):
     kv = RouterHarness(backend=None, index=DropsWhatIsSalted())
     sink = kv.make_sink()
     beside = {"lora_name": "sql", "session_id": "x", "kv_cache_spec_kind": "full_attention"}
@@ -45,7 +45,7 @@ IMAGES = [("one", 0, 2), ("two", 4, 3)]
     ],
     ids=["all", "images", "salt"],
 )
-def test_of_what_a_prompt_carries_one_key_is_left(failure_of, given, left):
+def test_a_reproduction_keeps_only_one_key_of_a_prompt(failure_of, given, left):
     kv = RouterHarness(EngineProfile(block_size=4), "lineage", DropsWhatIsSalted())
     kv.worker(0).serve(Prompt(range(12), **given))
     kv.judge()

@@ -1,4 +1,4 @@
-"""Batches that a wire lost, as a subscriber reports them, are part of what a failing stream is cut to."""
+"""Lost batches, as a subscriber reports them, are part of a reproduction."""
 
 import pytest
 from scenario_files import load_scenarios, play, scenario_failure, scenario_text
@@ -16,7 +16,7 @@ def root(block):
 
 @pytest.mark.parametrize("observed", ["", LOSS])
 @pytest.mark.parametrize("to_sink", [True, False])
-def test_a_loss_is_cut_to_itself(failure_of, observed, to_sink):
+def test_a_lost_batch_is_reproduced_by_the_loss_only(failure_of, observed, to_sink):
     kv = RouterHarness(backend=None)
     sink = kv.make_sink() if to_sink else None
     worker = 0 if sink is None else sink.worker_id
@@ -34,7 +34,7 @@ def test_a_loss_is_cut_to_itself(failure_of, observed, to_sink):
     assert (observed or "batches 4 to 6 did not arrive") in failure_of(cut)
 
 
-def test_numbers_that_went_backwards_are_a_loss_too(failure_of):
+def test_batch_numbers_that_go_backwards_are_reproduced_as_a_loss(failure_of):
     kv = RouterHarness(backend=None)
     kv.apply(root(1))
     kv.inside.lost_batches(0, 0, range(9, 9), "batch 0 came after batch 8")
@@ -63,7 +63,7 @@ def test_a_loss_that_does_not_matter_is_left_out(failure_of):
 
 @pytest.mark.parametrize("residency", ["unique", "counted"])
 @pytest.mark.parametrize("to_sink", [True, False])
-def test_a_scenario_file_has_the_loss(tmp_path, to_sink, residency):
+def test_a_scenario_file_contains_the_loss(tmp_path, to_sink, residency):
     kv = RouterHarness(backend="lineage")
     publish, worker = kv.apply, 0
     if to_sink:

@@ -1,4 +1,4 @@
-"""Failures over stores that workers share: what they are cut to has the stores as far as it needs them."""
+"""Failures over shared stores: the reproduction has the stores that it needs."""
 
 import pytest
 from depth import takes_long
@@ -12,14 +12,14 @@ STORES = {"disk": {"kind": "files", "workers": [0, 1]}}
 
 
 class CreditsThePublisher(RadixIndex):
-    """A store's block is its publisher's: wrong only where a store is shared."""
+    """Credits a store's block to its publisher: wrong only where a store is shared."""
 
     def new(self):
         return of_vllm(type(self))
 
 
 class JumpsAHole(CreditsThePublisher):
-    """It promises a block more than there is below the host: wrong without stores, too."""
+    """Promises one block too many below the host: wrong without stores, too."""
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)

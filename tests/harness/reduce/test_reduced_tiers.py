@@ -1,4 +1,4 @@
-"""Failures over tiers: what they are cut to has tiers and ticks as far as it needs them, and fails too."""
+"""Failures over tiers: the reproduction has the tiers and ticks that it needs, and fails too."""
 
 from contextlib import suppress
 from dataclasses import replace
@@ -25,7 +25,7 @@ TIERS = {"host": 9, "gbps": 1.0, "bytes_per_token": 250_000}
 
 
 class ForgetsNothingOnTheHost(RadixIndex):
-    """It ignores what the host removes."""
+    """Ignores each Removed of the host."""
 
     def new(self):
         return type(self)()
@@ -36,7 +36,7 @@ class ForgetsNothingOnTheHost(RadixIndex):
 
 
 def _removes_in_silence(**options):
-    """Make a manager whose host evicts without an event; ids have no gap."""
+    """Make a manager whose host evicts without an event; the ids have no gap."""
     manager = BACKENDS["lineage"].make(**options)
     if manager.offload is not None:
         result = manager.offload._result
@@ -50,7 +50,7 @@ def _removes_in_silence(**options):
 
 
 def _late_in_silence(**options):
-    """Make a manager that publishes nothing of transfers that have ended before its time is moved."""
+    """Make a manager that publishes nothing about transfers that ended before its clock was moved."""
     manager = BACKENDS["lineage"].make(**options)
     if manager.offload is not None:
         tick = manager.offload.tick
@@ -71,13 +71,13 @@ def _in_place_of_lineage(monkeypatch, make):
 
 @pytest.fixture
 def faulty(monkeypatch):
-    """Register an engine that removes from the host in silence, in the place of `lineage`."""
+    """Register an engine whose host evicts without an event, in place of `lineage`."""
     _in_place_of_lineage(monkeypatch, _removes_in_silence)
 
 
 @pytest.fixture
 def late(monkeypatch):
-    """Register an engine that forgets what ended before a tick, likewise."""
+    """Register an engine that forgets transfers that ended before a tick, in place of `lineage`."""
     _in_place_of_lineage(monkeypatch, _late_in_silence)
 
 
@@ -97,7 +97,7 @@ def busy(index=None, *, wait=True, requests=40):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_what_an_engine_does_wrong_on_the_host_is_cut_to_a_few_requests(faulty, failure_of, wait):
+def test_an_engine_fault_on_the_host_is_cut_to_a_few_requests(faulty, failure_of, wait):
     kv = busy(wait=wait)
     assert {"engine_drift"} <= {problem.rule for problem in kv.events.errors}
 
@@ -110,7 +110,7 @@ def test_what_an_engine_does_wrong_on_the_host_is_cut_to_a_few_requests(faulty, 
     assert 'tiers={"host": 1' in found.as_test()
 
 
-def test_a_reproduction_keeps_the_ticks_that_it_needs_and_no_others(late, failure_of, tmp_path):
+def test_a_reproduction_keeps_only_the_ticks_that_it_needs(late, failure_of, tmp_path):
     kv = busy(wait=False)
 
     found = reproduce(kv, next(problem for problem in kv.events.errors if problem.rule == "engine_drift"))
@@ -127,7 +127,7 @@ def test_a_reproduction_keeps_the_ticks_that_it_needs_and_no_others(late, failur
     plays_again(found, tmp_path)
 
 
-def test_the_fault_of_an_index_below_the_device_is_cut_at_both_levels(failure_of):
+def test_an_index_fault_below_the_device_is_cut_by_events_and_by_requests(failure_of):
     kv = busy(ForgetsNothingOnTheHost())
     for level in ("events", "requests"):
         found = reproduce(kv, level=level)
@@ -139,7 +139,7 @@ def test_the_fault_of_an_index_below_the_device_is_cut_at_both_levels(failure_of
 
 
 class DropsWithoutAParent(RadixIndex):
-    """It ignores what is stored on the host before its parent."""
+    """Ignores blocks that are stored on the host before their parent."""
 
     def new(self):
         return type(self)()
@@ -154,8 +154,8 @@ class DropsWithoutAParent(RadixIndex):
 
 
 @pytest.mark.parametrize("sync", ["every", "auto"])
-def test_a_block_that_came_before_its_parent_still_does(failure_of, sync):
-    """Below the device that is no matter of a block that was left out: it would be hung up elsewhere."""
+def test_a_block_stored_before_its_parent_stays_before_it(failure_of, sync):
+    """Below the device, a Stored before its parent is not moved to another parent when the others are left out."""
     kv = RouterHarness(backend=None, index=DropsWithoutAParent(), sync=sync)
     sink = kv.make_sink()
     for number in range(100, 120):
@@ -172,7 +172,7 @@ def test_a_block_that_came_before_its_parent_still_does(failure_of, sync):
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_reproduction_is_written_as_a_scenario_that_fails_alike(faulty, tmp_path, wait):
+def test_a_reproduction_written_as_a_scenario_fails_in_the_same_way(faulty, tmp_path, wait):
     kv = busy(wait=wait)
     found = reproduce(kv, next(problem for problem in kv.events.errors if problem.rule == "engine_drift"))
     plays_again(found, tmp_path)
@@ -188,7 +188,7 @@ def plays_again(found, tmp_path):
         play(harness, scenario)
 
 
-def test_what_a_worker_is_asked_over_tiers_is_recorded():
+def test_tier_operations_of_a_worker_are_recorded():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8, tiers=Tiers(64, 1.0, 250_000)))
     worker = kv.worker(0)
     worker.tick(5)

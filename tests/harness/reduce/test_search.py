@@ -1,4 +1,4 @@
-"""The search by itself: what is left fails, and nothing more can be left out."""
+"""The search alone: its result fails, and nothing more can be left out."""
 
 import pytest
 from hypothesis import given
@@ -8,14 +8,14 @@ from pytest_kvmock.harness.reduce.search import Budget, Spent, minimal
 
 
 @given(st.sets(st.integers(0, 199), max_size=8), st.integers(0, 200))
-def test_it_finds_what_is_needed_and_nothing_else(needed, count):
+def test_the_search_finds_exactly_the_items_that_are_needed(needed, count):
     needed = {n for n in needed if n < count}
 
     assert sorted(needed) == [*minimal(range(count), needed.issubset)]
 
 
 @given(st.lists(st.integers(0, 9), max_size=40), st.integers(1, 30))
-def test_no_single_item_can_be_left_out_of_what_it_finds(items, total):
+def test_no_single_item_can_be_left_out_of_the_result_of_the_search(items, total):
     def fails(part):
         return sum(part) >= total
 
@@ -26,13 +26,13 @@ def test_no_single_item_can_be_left_out_of_what_it_finds(items, total):
     assert not any(fails(found[:i] + found[i + 1 :]) for i in range(len(found)))
 
 
-def test_what_can_go_only_after_another_goes_too():
+def test_an_item_that_can_go_only_after_another_one_goes_too():
     """2 is needed as long as 1, which stands before it, is there."""
     assert [*minimal([0, 2, 1], lambda part: 0 in part and (1 not in part or 2 in part))] == [0]
     assert [*minimal([0, 1, 2], lambda part: 0 in part and (1 not in part or 2 in part))] == [0]
 
 
-def test_few_items_of_many_take_few_attempts():
+def test_few_needed_items_among_many_take_few_attempts():
     attempts = 0
 
     def fails(part):
@@ -44,7 +44,7 @@ def test_few_items_of_many_take_few_attempts():
     assert attempts < 100
 
 
-def test_a_budget_is_spent_step_by_step():
+def test_a_budget_of_two_allows_two_steps():
     budget = Budget(2)
     budget.spend()
     budget.spend()
@@ -52,7 +52,7 @@ def test_a_budget_is_spent_step_by_step():
         budget.spend()
 
 
-def test_a_caller_with_a_clock_ends_it():
+def test_a_callers_clock_ends_a_budget():
     answers = iter([False, True])
     budget = Budget(10, lambda: next(answers))
     budget.spend()

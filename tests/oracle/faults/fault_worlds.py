@@ -1,4 +1,4 @@
-"""Harnesses under random traffic, for faults to be injected."""
+"""Harnesses under random traffic, for injected faults."""
 
 from random import Random
 
@@ -10,7 +10,7 @@ PROFILE = EngineProfile(block_size=4, num_blocks=24, workers=2)
 
 
 class Traffic:
-    """Random requests on all workers of a harness: prefixes are shared, blocks evicted, caches cleared."""
+    """Random requests on all workers of a harness, with shared prefixes, evictions and clears."""
 
     def __init__(self, backend, seed, index=None, profile=PROFILE, **given):
         self.rng = Random(f"{backend} {seed}")

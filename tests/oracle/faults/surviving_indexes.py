@@ -1,4 +1,4 @@
-"""Indexes that survive faults, and some that only say so."""
+"""Indexes that survive faults, and some that do not."""
 
 from contextlib import suppress
 
@@ -6,9 +6,9 @@ from pytest_kvmock.oracle import RadixIndex, RadixIndexError, RouterCursor
 
 
 class AsksTheWorker:
-    """Applies what comes in order; when ids do not, it asks the worker for all that it ever published.
+    """Applies events in order of their ids; at any other id it asks the worker for all events ever published.
 
-    `journal` is what workers keep of what they published, from the tap on.
+    `journal` holds the events that workers published, from the tap on.
     """
 
     def __init__(self):
@@ -72,7 +72,7 @@ class AsyncAsksTheWorker(AsksTheWorker):
 
 
 class AsksByCursor:
-    """Asks a `Recovery` when a `RouterCursor` asks for it."""
+    """Queries a `Recovery` when its `RouterCursor` says so."""
 
     def __init__(self, recovery):
         self.ask, self.tree, self.cursor = recovery, RadixIndex(), RouterCursor()
@@ -97,7 +97,7 @@ class AsksByCursor:
 
 
 class WaitsForLateEvents:
-    """Holds back what comes too early, and drops what comes twice."""
+    """Holds back events that come too early, and drops repeated ones."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -117,7 +117,7 @@ class WaitsForLateEvents:
 
 
 class TakesWhatComes:
-    """Survives nothing, and raises at nothing."""
+    """Applies every event as it comes; survives no fault and never raises."""
 
     def __init__(self):
         self.tree = RadixIndex()

@@ -1,4 +1,4 @@
-"""What came of a fault is marked so, and nothing else is: over random traffic, all faults and all backends."""
+"""Only problems that come from a fault are attributed to it: over random traffic, all faults and all backends."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ def script(kv, rng, kind):
         "salt": lambda: faults.salt(lora_name="l", worker=rng.randrange(2)),
         "late_join": faults.late_join,
         "block_size": lambda: faults.block_size(2 * kv.profile.block_size),  # any engine has blocks twice as large
-        "signed": lambda: None,  # it changes no stream, as none of a store
+        "signed": lambda: None,  # it changes no stream, like faults of stores
         **dict.fromkeys(("evict", "restart_store", "trim_log"), lambda: None),
     }
     fault = own_words.get(kind, getattr(faults, kind))()
@@ -33,19 +33,19 @@ def script(kv, rng, kind):
 
 
 def router_of(backend):
-    """An index that is right about this engine."""
+    """Return an index that is right for this engine."""
     return RadixIndex(count_copies=BACKENDS[backend].residency == "counted")
 
 
 def own(kv):
-    """All problems; of a backend that is not prefix-closed without its own warnings, and what follows from those."""
+    """Return all problems; without an engine's own warnings and their consequences if it is not prefix-closed."""
     if BACKENDS[kv.backend].prefix_closed:
         return kv.events.problems
     return [p for p in kv.events.problems if p.is_error and root_of(p).is_error]
 
 
 def root_of(problem):
-    """The problem that it follows from in the end."""
+    """Return the problem from which this one follows in the end."""
     return problem if problem.cause is None else root_of(problem.cause)
 
 
@@ -56,15 +56,17 @@ any_rates = given(seed=st.integers(0, 2**32), rates=rates, with_index=st.boolean
 @settings(max_examples=examples(40))
 @any_rates
 @example(seed=4366, rates={"lose": 0.02}, with_index=True, flushed=True)  # multi_lru's own warning
-@example(seed=4366, rates={"lose": 0.1}, with_index=False, flushed=True)  # it is hidden by a fault
-def test_every_problem_of_a_faithful_engine_is_injected(backend, seed, rates, with_index, flushed):
+@example(seed=4366, rates={"lose": 0.1}, with_index=False, flushed=True)  # a fault hides it
+def test_all_problems_of_a_right_engine_are_attributed_to_random_faults(backend, seed, rates, with_index, flushed):
     check_injected(backend, seed, rates, with_index=with_index, flushed=flushed)
 
 
 @pytest.mark.parametrize("backend", few(HYBRID))
-@settings(max_examples=FEWEST_EXAMPLES)  # the models of a program differ by their sizes, and share its manager
+@settings(max_examples=FEWEST_EXAMPLES)  # the models of an engine differ in sizes and share its manager
 @any_rates
-def test_every_problem_of_a_faithful_hybrid_engine_is_injected(backend, seed, rates, with_index, flushed):
+def test_all_problems_of_a_right_hybrid_engine_are_attributed_to_random_faults(
+    backend, seed, rates, with_index, flushed
+):
     check_injected(backend, seed, rates, with_index=with_index, flushed=flushed)
 
 
@@ -86,14 +88,14 @@ any_kinds = given(seed=st.integers(0, 2**32), kinds=st.lists(st.sampled_from(lis
 @pytest.mark.parametrize("backend", few(PLAIN, 3))
 @settings(max_examples=examples(40))
 @any_kinds
-def test_every_problem_of_a_faithful_engine_is_injected_by_hand(backend, seed, kinds):
+def test_all_problems_of_a_right_engine_are_attributed_to_scripted_faults(backend, seed, kinds):
     check_by_hand(backend, seed, kinds)
 
 
 @pytest.mark.parametrize("backend", few(HYBRID))
 @settings(max_examples=FEWEST_EXAMPLES)  # as above
 @any_kinds
-def test_every_problem_of_a_faithful_hybrid_engine_is_injected_by_hand(backend, seed, kinds):
+def test_all_problems_of_a_right_hybrid_engine_are_attributed_to_scripted_faults(backend, seed, kinds):
     check_by_hand(backend, seed, kinds)
 
 
@@ -122,7 +124,7 @@ def test_a_problem_names_the_kind_that_was_injected(kind):
 
 
 class Buggy:
-    """Wrongs done to what a worker publishes, before any fault sees it: real ones."""
+    """Corrupts events that a worker publishes before any fault changes them: these errors are real."""
 
     def __init__(self, traffic, rate):
         self.traffic = traffic
@@ -149,7 +151,7 @@ def test_a_real_problem_is_not_attributed_to_a_fault(seed, rates, survive):
     buggy = Buggy(traffic, 0.1)
     kv = traffic.run(30)
     standing = {id(p.event): p for p in kv.judge().errors if p.fault is None}
-    arrived = {id(entry.event) for entry in kv.events}  # as it was published; what is lost or changed cannot be judged
+    arrived = {id(entry.event) for entry in kv.events}  # unchanged; lost or changed events cannot be judged
     for event in buggy.wronged:
         if id(event) in arrived:
             assert standing[id(event)].rule in ("parent_block_not_found", "block_not_found")
@@ -186,7 +188,7 @@ def test_faults_do_not_change_the_traffic():
     assert len(plain.kv.events) > len(lossy.kv.events)
 
 
-def test_without_faults_there_is_no_second_ledger():
+def test_without_faults_a_harness_keeps_no_second_ledger():
     kv = Traffic("lineage", 1, profile=PROFILE).run(3)
     assert kv._judge.book is None
     assert kv.publisher.injector is None
@@ -207,12 +209,12 @@ def test_a_problem_names_the_fault_that_changed_its_block_and_not_a_later_one():
     assert (orphan.block, orphan.fault.kind, orphan.fault.event_id) == (2, "wrong_parent", 2)
 
 
-def test_of_two_faults_that_changed_its_block_it_names_the_later_one():
+def test_a_problem_names_the_later_of_two_faults_that_changed_its_block():
     kv = RouterHarness(PROFILE)
     kv.apply([Stored(None, (block,), (block,)) for block in (1, 8, 9)])
     for parent in (8, 9):
         kv.faults.wrong_parent(parent=parent)
-        kv.apply([Stored(1, (2,), (2,))])  # the second time it is a warning
+        kv.apply([Stored(1, (2,), (2,))])  # the second one is a warning
     kv.apply(Removed((9,)))
     (orphan,) = [problem for problem in kv.events.problems if problem.rule == "orphaned_child"]
     assert (orphan.block, orphan.fault.kind, orphan.fault.event_id) == (2, "wrong_parent", 4)

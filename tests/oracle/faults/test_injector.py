@@ -1,4 +1,4 @@
-"""The injector by itself: a delivery in, an injection and deliveries out; it needs neither a judge nor a harness."""
+"""The injector alone: a delivery in, an injection and deliveries out, without a judge or a harness."""
 
 from random import Random
 
@@ -45,7 +45,7 @@ def test_a_lost_event_is_an_injection_and_no_delivery():
     assert (injector.publish(sent(4))[0], ids(injector.publish(sent(4))[1])) == (None, [4])
 
 
-def test_a_doubled_event_arrives_whole_and_only_its_second_copy_comes_of_the_fault():
+def test_a_doubled_event_arrives_whole_and_only_its_second_copy_is_attributed_to_the_fault():
     delivery = sent(0)
     injection, deliveries = armed("double", changes.doubled).publish(delivery)
     assert [delivery, delivery._replace(injection=injection)] == deliveries
@@ -74,7 +74,7 @@ def test_an_event_that_arrives_as_another_workers_is_missing_at_its_own():
     assert injection is delivery.injection
 
 
-def test_an_event_is_changed_by_one_fault_at_most_the_scripted_one_first():
+def test_at_most_one_fault_changes_an_event_and_a_scripted_one_comes_first():
     class Always:
         def random(self):
             return 0.0
@@ -85,20 +85,20 @@ def test_an_event_is_changed_by_one_fault_at_most_the_scripted_one_first():
 
 
 @pytest.mark.parametrize(("kind", "data"), [("lose", Cleared()), ("restart", None)])
-def test_a_cleared_and_a_restart_empty_the_cache(kind, data):
+def test_losing_a_cleared_or_restarting_empties_the_cache(kind, data):
     events = () if data is None else (sent(0, data).event,)
     injection = FaultInjector().injection(kind, (0, 0), *events)
     assert injection.empties
     assert (None if data is None else 0) == injection.event_id
 
 
-def test_what_a_router_must_survive_is_noted_with_the_injection():
+def test_an_injection_records_whether_a_router_must_survive_it():
     injector = armed("lose", changes.lost)
     injector.survived = frozenset({"lose"})
     assert injector.publish(sent(0))[0].survived
 
 
-def test_a_fault_of_the_index_input_leaves_the_delivery_as_it_is():
+def test_a_fault_of_the_index_input_leaves_the_delivery_unchanged():
     injector = FaultInjector()
     injector.of_index_input = armed("signed", changes.signed).armed
     delivery = sent(0, Stored(None, (2**64 - 1,), (1,)))
@@ -116,7 +116,7 @@ WINDOW = {"kv_cache_spec_kind": "sliding_window"}
     ("data", "extra"),
     [(SparseStored(1, (2,), 24, 4), None), (SparseStored(1, (2,), 24, 4), WINDOW), (Stored(1, (2,), (3,)), WINDOW)],
 )
-def test_no_fault_gives_another_parent_to_what_no_parent_is_asked_of(change, data, extra):
+def test_no_parent_fault_changes_an_event_without_a_parent_to_check(change, data, extra):
     assert None is change(RouterEvent(0, KvCacheEvent(0, data), extra=extra))
     assert None is not change(RouterEvent(0, KvCacheEvent(0, Stored(1, (2,), (3,))), extra={"group_idx": 1}))
 

@@ -1,4 +1,4 @@
-"""Faults that a test asks for late: what was published until then is told from what they do."""
+"""Faults that a test asks for late: problems from before are kept apart from their effects."""
 
 import json
 from dataclasses import replace
@@ -16,12 +16,12 @@ def stored(event_id, *blocks, parent=None):
     return RouterEvent(0, KvCacheEvent(event_id, Stored(parent, blocks, blocks)))
 
 
-def test_the_book_of_a_late_fault_leaves_out_what_a_recovery_had_before():
+def test_the_book_of_a_late_fault_omits_what_an_earlier_recovery_delivered():
     recovery = Recovery()
     kv = RouterHarness(PROFILE, recovery=recovery)
     late = []
     kv.publisher.transport = lambda event: [] if event.event.event_id == 1 and not late.append(event) else [event]
-    kv.apply([stored(0, 1), stored(1, 2, parent=1), stored(2, 3, parent=2)])  # the second is on its way
+    kv.apply([stored(0, 1), stored(1, 2, parent=1), stored(2, 3, parent=2)])  # the second is still under way
     recovery(0, 1)
     kv.publisher.transport = lambda event: [*late, event]
     kv.apply(stored(3, 4, parent=3))
@@ -39,7 +39,7 @@ def test_the_book_of_a_late_fault_leaves_out_what_a_recovery_had_before():
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_sink_that_failed_before_a_late_fault_stays_the_cause_of_what_follows(late):
+def test_a_sink_failure_before_a_late_fault_stays_the_cause_of_its_consequences(late):
     class FailsOnce:
         def __init__(self):
             self.events = 0
@@ -64,7 +64,7 @@ def test_a_sink_that_failed_before_a_late_fault_stays_the_cause_of_what_follows(
     assert {problem.fault for problem in kv.events.problems} == {None}
 
 
-def test_what_was_found_at_a_flush_before_a_late_fault_is_found_once():
+def test_a_problem_found_at_a_flush_before_a_late_fault_is_found_once():
     kv = RouterHarness(PROFILE)
     kv.worker(0).serve(kv.prompt(2))
     kv.apply(Stored(None, (1,), (1,)))
@@ -76,7 +76,7 @@ def test_what_was_found_at_a_flush_before_a_late_fault_is_found_once():
     assert [problem.fault for problem in kv.events.problems] == [None]
 
 
-def test_the_book_of_a_late_fault_has_found_what_was_found_at_a_flush():
+def test_the_book_of_a_late_fault_contains_problems_found_at_an_earlier_flush():
     kv = RouterHarness(PROFILE)
     kv.worker(0).serve(kv.prompt(2))
     kv.apply(Stored(None, (1,), (1,)))
@@ -88,7 +88,7 @@ def test_the_book_of_a_late_fault_has_found_what_was_found_at_a_flush():
     assert arrived.drifted == published.drifted
 
 
-def test_what_a_recovery_waited_for_ends_with_a_restart_in_captures_and_books_too(tmp_path):
+def test_events_that_a_recovery_waits_for_end_with_a_restart_in_captures_and_books_too(tmp_path):
     recovery = Recovery()
     with CaptureFile(tmp_path / "a.jsonl", {}) as file:
         kv = RouterHarness(PROFILE, recovery=recovery, journal=CapturingJournal(file))
@@ -107,7 +107,7 @@ def test_what_a_recovery_waited_for_ends_with_a_restart_in_captures_and_books_to
     assert again == [(problem.rule, problem.position) for problem in kv.events.problems]
 
 
-def test_an_event_for_a_request_that_is_published_again_by_hand_has_free_hashes():
+def test_an_event_of_a_request_that_is_published_again_by_hand_has_free_hashes():
     kv = RouterHarness(PROFILE)
     kv.worker(0).serve(kv.prompt(2))
     (event,) = kv.events.take()
@@ -120,9 +120,9 @@ def test_an_event_for_a_request_that_is_published_again_by_hand_has_free_hashes(
     assert kv.events.problems == []
 
 
-def test_what_a_worker_publishes_for_a_request_must_be_the_engines_chain():
+def test_hashes_in_events_of_a_request_must_be_the_engines_chain():
     class Alters:
-        """An engine that names a block wrongly."""
+        """An engine that gives a block a wrong hash."""
 
         def __init__(self, sink):
             self.sink = sink

@@ -28,13 +28,13 @@ class World:
         self.publish(*events)
 
     def fault_of(self, rule, block=None):
-        """The fault that the last breach of a rule names."""
+        """Return the fault that the last breach of a rule names."""
         self.kv.flush()
         found = [p for p in self.kv.events.problems if p.rule == rule and (block is None or p.blocks[:1] == (block,))]
         return str(found[-1].fault).removesuffix(f" of worker {self.sink.worker_id}")
 
     def overflow(self, held=2):
-        """Have it hold more than it has, which names no block, after a fault that changes nothing of that."""
+        """Let the sink hold more blocks than its capacity, which names no block, after a fault that does not matter."""
         self.inject("double", chain(held))
         self.publish(chain(90), chain(91))
 
@@ -42,7 +42,7 @@ class World:
 # -------------------------------------------------------------------------------------- the block, and what it is on
 
 
-def test_it_is_the_fault_of_the_block_and_not_the_last():
+def test_a_problem_names_the_fault_of_its_block_and_not_the_last_fault():
     world = World()
     world.inject("lose", chain(1))
     world.inject("lose", chain(5))
@@ -50,7 +50,7 @@ def test_it_is_the_fault_of_the_block_and_not_the_last():
     assert world.fault_of("parent_block_not_found", 1) == "lose, event 0"
 
 
-def test_it_is_the_latest_of_those_that_touched_the_block():
+def test_a_problem_names_the_latest_fault_that_touched_its_block():
     world = World()
     world.inject("lose", chain(1))
     world.publish(Removed((1,)))
@@ -60,7 +60,7 @@ def test_it_is_the_latest_of_those_that_touched_the_block():
     assert world.fault_of("parent_block_not_found", 1) == "lose, event 2"
 
 
-def test_an_ancestor_that_was_changed_later_than_the_block_counts():
+def test_a_fault_of_an_ancestor_counts_if_it_is_later_than_the_blocks_own():
     world = World()
     world.publish(chain(1))
     world.inject("lose", chain(2, parent=1))
@@ -70,7 +70,7 @@ def test_an_ancestor_that_was_changed_later_than_the_block_counts():
     assert world.fault_of("parent_block_not_found", 2) == "lose, event 2"
 
 
-def test_the_block_that_was_changed_later_than_its_ancestor_counts():
+def test_a_fault_of_the_block_counts_if_it_is_later_than_its_ancestors():
     world = World()
     world.inject("lose", chain(1))
     world.inject("lose", chain(2, parent=1))
@@ -79,7 +79,7 @@ def test_the_block_that_was_changed_later_than_its_ancestor_counts():
     assert world.fault_of("parent_block_not_found", 2) == "lose, event 1"
 
 
-def test_one_that_names_the_block_as_a_parent_only_has_not_touched_it():
+def test_a_fault_of_a_child_does_not_touch_its_parent():
     world = World()
     world.inject("lose", chain(1))
     world.inject("lose", chain(2, parent=1))
@@ -87,7 +87,7 @@ def test_one_that_names_the_block_as_a_parent_only_has_not_touched_it():
     assert world.fault_of("parent_block_not_found", 1) == "lose, event 0"
 
 
-def test_an_ancestor_that_was_lost_is_why_an_index_raises():
+def test_an_index_failure_names_the_fault_of_a_lost_ancestor():
     world = World(RadixIndex(), num_blocks=None, survive=["lose"])
     world.publish(chain(1))
     world.inject("lose", chain(2, parent=1))
@@ -98,8 +98,8 @@ def test_an_ancestor_that_was_lost_is_why_an_index_raises():
     assert [str(p.fault)[:13] for p in failures] == ["lose, event 1"] * 2
 
 
-def test_an_ancestor_that_was_lost_is_why_a_block_is_wrong():
-    """Its child came under a parent that was lost, so that the child's chain is an ancestor's matter."""
+def test_a_drift_names_the_fault_that_moved_its_block_under_another_parent():
+    """The child was stored under a wrong parent, so its chain names that fault."""
     world = World(TakesWhatComes(), num_blocks=None, survive=["lose", "wrong_parent"])
     world.publish(chain(1))
     world.inject("wrong_parent", chain(2, parent=1))
@@ -109,7 +109,7 @@ def test_an_ancestor_that_was_lost_is_why_a_block_is_wrong():
     assert world.fault_of("index_drift", 2) == "wrong_parent, event 1"
 
 
-def test_a_cleared_that_was_never_published_touched_what_was_held_then():
+def test_a_cleared_that_was_never_published_touched_the_blocks_held_then():
     world = World(num_blocks=None)
     world.publish(chain(1))
     world.inject("lose", chain(2, parent=1))
@@ -137,7 +137,7 @@ def test_a_restart_touched_the_blocks_held_at_that_time():
 
 
 class RaisesAt50(TakesWhatComes):
-    """Knows nothing of what comes late or is lost, and raises at an event that no fault has touched."""
+    """Ignores late and lost events, and raises at an event that no fault has touched."""
 
     def __init__(self):
         super().__init__()
@@ -160,7 +160,7 @@ def untouched(recovery=None):
 
 
 def raised_for(world):
-    """After one more fault, have the index raise at an event that none has touched; which one is named?"""
+    """Inject one more fault, let the index raise at an untouched event, and return the fault that is named."""
     world.inject("double", chain(60))
     world.publish(chain(50))
     return world.fault_of("index_failure")
@@ -184,7 +184,7 @@ def test_an_event_that_came_late_is_recovered(kind):
     assert raised_for(world) == "lose, event 5"
 
 
-def test_an_event_that_has_not_arrived_is_not_recovered():
+def test_an_event_that_is_still_held_back_is_not_recovered():
     world = untouched()
     world.publish(chain(1), chain(2))
     world.inject("delay", Removed((1,)), by=9)
@@ -192,7 +192,7 @@ def test_an_event_that_has_not_arrived_is_not_recovered():
     assert raised_for(world) == "delay, event 2"
 
 
-def test_what_came_before_a_cleared_that_arrives_is_recovered():
+def test_faults_before_an_arrived_cleared_are_recovered():
     world = World(num_blocks=None)
     world.publish(chain(1), chain(2))
     world.inject("lose", Removed((1,)))
@@ -212,7 +212,7 @@ def test_faults_after_a_late_cleared_are_not_recovered():
     assert raised_for(world) == "lose, event 3"
 
 
-def test_what_was_part_of_a_recovery_is_recovered():
+def test_events_of_a_recovery_are_recovered():
     recovery = Recovery()
     world = untouched(recovery)
     world.publish(chain(1), chain(2))
@@ -233,7 +233,7 @@ def test_an_id_before_the_requested_ones_is_not_recovered():
     assert raised_for(world) == "lose, event 2"
 
 
-def test_if_all_are_recovered_the_last_fault_is_named():
+def test_if_all_faults_are_recovered_the_last_one_is_named():
     recovery = Recovery()
     world = untouched(recovery)
     world.publish(chain(1), chain(2))
@@ -244,7 +244,7 @@ def test_if_all_are_recovered_the_last_fault_is_named():
     assert world.fault_of("index_failure") == "lose, event 3"
 
 
-def test_ids_that_go_backwards_tell_of_the_restart_and_not_of_a_later_fault():
+def test_ids_that_go_backwards_name_the_restart_and_not_a_later_fault():
     kv = RouterHarness(PROFILE)
     worker = kv.worker(0)
     worker.serve(kv.prompt(1))
@@ -255,7 +255,7 @@ def test_ids_that_go_backwards_tell_of_the_restart_and_not_of_a_later_fault():
     assert (backwards.fault.kind, repeat.fault.kind) == ("restart", "double")
 
 
-def test_ids_that_go_backwards_name_the_restart_where_the_first_id_is_lost():
+def test_ids_that_go_backwards_name_the_restart_also_if_the_first_id_is_lost():
     kv = RouterHarness(PROFILE)
     worker = kv.worker(0)
     worker.serve(kv.prompt(1))
@@ -268,7 +268,7 @@ def test_ids_that_go_backwards_name_the_restart_where_the_first_id_is_lost():
     assert gap.fault.kind == "restart"
 
 
-def test_a_lost_first_event_without_a_gap_is_not_in_a_later_gap():
+def test_a_lost_first_event_without_a_gap_is_no_part_of_a_later_gap():
     world = World()
     world.inject("lose", chain(1))
     world.publish(chain(2))
@@ -277,7 +277,7 @@ def test_a_lost_first_event_without_a_gap_is_not_in_a_later_gap():
     assert world.fault_of("event_id_gap") == "lose, event 2"
 
 
-def test_what_holds_more_than_it_has_room_for_names_what_it_came_of():
+def test_over_capacity_names_the_fault_that_caused_it():
     world = World()
     world.inject("double", chain(1))
     world.inject("self_parent", chain(2, parent=1))
@@ -286,7 +286,7 @@ def test_what_holds_more_than_it_has_room_for_names_what_it_came_of():
     assert world.fault_of("over_capacity") == "lose, event 2"
 
 
-def test_what_was_missing_before_a_recovery_makes_no_gap_after_it():
+def test_events_missing_before_a_recovery_make_no_gap_after_it():
     recovery = Recovery()
     world = World(recovery=recovery)
     world.publish(chain(1))
@@ -310,7 +310,7 @@ def test_an_announced_restart_ends_all_faults():
     assert str(gap.fault) == "lose, event 1 of worker 0"
 
 
-def test_a_late_event_from_before_a_restart_is_not_an_engines_fault():
+def test_a_late_event_from_before_a_restart_is_attributed_to_the_delay():
     kv = RouterHarness(PROFILE)
     worker = kv.worker(0)
     worker.serve(kv.prompt(1))
@@ -326,7 +326,7 @@ def test_a_late_event_from_before_a_restart_is_not_an_engines_fault():
 # ------------------------------------------------------------------------------------- an index that must survive
 
 
-def test_a_drift_names_the_first_that_the_index_has_not_recovered_from():
+def test_a_drift_names_the_first_fault_that_the_index_has_not_recovered_from():
     world = World(TakesWhatComes(), num_blocks=None, survive=["lose", "double"])
     world.publish(chain(1, 2))
     world.inject("lose", Cleared())
@@ -340,14 +340,14 @@ def test_a_drift_names_the_first_that_the_index_has_not_recovered_from():
     assert drifts[8,] == f"lose, event 3{worker}"
 
 
-def test_what_an_index_has_recovered_from_is_not_named():
+def test_a_fault_from_which_an_index_has_recovered_is_not_named():
     index = AsksTheWorker()
     kv = RouterHarness(PROFILE, index=index, survive=["lose"])
     index.listen(kv.worker(0))
     kv.faults.lose(worker=0)
     for _ in range(3):
         kv.worker(0).serve(kv.prompt(1))
-    index.tree.apply = lambda event: None  # deaf from here on
+    index.tree.apply = lambda event: None  # ignores all events from here on
     kv.worker(0).serve(kv.prompt(1))
     (drift,) = (p for p in kv.events.errors if p.rule == "index_drift")
     assert None is drift.fault
@@ -356,7 +356,7 @@ def test_what_an_index_has_recovered_from_is_not_named():
 # ----------------------------------------------------------------------------------------------- at the door
 
 
-def test_an_index_that_was_given_other_hashes_names_the_event_that_it_was_given():
+def test_an_index_that_received_changed_hashes_names_the_event_that_changed():
     class Reads(RadixIndex):
         def apply(self, event):
             if min(event.event.data.block_hashes) >= 0:
@@ -370,13 +370,13 @@ def test_an_index_that_was_given_other_hashes_names_the_event_that_it_was_given(
     assert {large: 0, large + 1: 2} == drifts
 
 
-def test_what_would_follow_from_a_warning_of_the_engine_comes_of_the_fault_that_hides_the_warning():
+def test_consequences_of_a_hidden_engine_warning_are_attributed_to_the_fault_that_hides_it():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink(prefix_closed=False, restores=True)
     sink.compare(lambda: [1])
     sink(Stored(None, (1,), (1,)))
     kv.faults.lose(1)
-    sink(Stored(None, (1,), (1,)))  # evicted and stored again in one go: the engine has it, and removes it after that
+    sink(Stored(None, (1,), (1,)))  # evicted and stored again in one move: the engine keeps it after the Removed
     sink(Removed((1,)))
     kv.flush()
     drift = next(problem for problem in kv.events.problems if problem.rule == "engine_drift")

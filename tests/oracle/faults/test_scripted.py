@@ -1,4 +1,4 @@
-"""Faults by hand: what each does to the stream, which events it wants, and what is refused."""
+"""Faults by hand: what each does to the stream, which events it changes, and what is refused."""
 
 from contextlib import suppress
 
@@ -34,7 +34,7 @@ def one_block(number):
 
 
 def arrived(kv, worker_id=0):
-    """The events of a worker as they arrived: id and data."""
+    """Return the events of a worker as they arrived: id and data."""
     return [(e.event.event.event_id, e.event.event.data) for e in kv.events if e.event.worker_id == worker_id]
 
 
@@ -79,7 +79,7 @@ def test_an_immediate_fault_is_not_a_context_manager_and_names_those_that_are(kv
 
 
 @pytest.mark.parametrize("name", [kind.name for kind in FAULTS.values() if kind.is_block])
-def test_a_fault_that_lasts_is_a_block(name):
+def test_a_fault_that_lasts_can_be_used_in_a_with_block(name):
     kv = RouterHarness(PROFILE, index=RadixIndex())
     kv.worker(0), kv.worker(1)
     arguments = {"lora_name": "l"} if name == "salt" else {}
@@ -87,7 +87,7 @@ def test_a_fault_that_lasts_is_a_block(name):
         pass
 
 
-def test_a_late_joiner_and_salt_and_signed_hashes_last_until_they_are_stopped():
+def test_late_join_salt_and_signed_last_until_they_are_stopped():
     faults = RouterHarness(PROFILE, index=RadixIndex()).faults
     assert [fault.left for fault in (faults.late_join(), faults.salt(lora_name="l"), faults.signed())] == [
         None,
@@ -97,7 +97,7 @@ def test_a_late_joiner_and_salt_and_signed_hashes_last_until_they_are_stopped():
 
 
 @pytest.mark.parametrize(("name", "late_by"), [("reorder", 1), ("delay", 2)])
-def test_at_random_events_are_as_late_as_by_hand(name, late_by):
+def test_random_faults_delay_events_as_much_as_scripted_ones(name, late_by):
     kv = RouterHarness(PROFILE, faults={name: 1.0})
     kv.apply([one_block(n) for n in range(6)])
     assert list(range(6 - late_by)) == ids(kv)
@@ -175,7 +175,7 @@ def test_a_wrong_parent_was_never_stored_or_is_the_named_one(kv):
     assert errors(kv) == [("parent_block_not_found", "wrong_parent")] * 2
 
 
-def test_a_foreign_event_arrives_as_the_next_workers(kv):
+def test_a_foreign_event_arrives_as_an_event_of_the_next_worker(kv):
     kv.faults.foreign(worker=1)
     kv.apply(one_block(1), worker_id=1)
     assert ([(0, one_block(1))], []) == (arrived(kv, 0), arrived(kv, 1))
@@ -183,7 +183,7 @@ def test_a_foreign_event_arrives_as_the_next_workers(kv):
     assert kv.events.problems[0].fault.keys == {(0, 0), (1, 0)}
 
 
-def test_a_foreign_event_may_be_of_another_rank():
+def test_a_foreign_event_may_arrive_at_another_rank():
     kv = RouterHarness(PROFILE.replace(workers=1, dp_size=2))
     kv.worker(0, dp_rank=0).serve(range(4))
     kv.worker(0, dp_rank=1).serve(range(4))
@@ -220,7 +220,7 @@ def test_an_index_that_stops_at_an_unknown_block_does_not_survive_one():
     assert ("index_drift", "unknown_removed") in errors(kv)
 
 
-def test_a_stored_is_its_own_parent(kv):
+def test_a_stored_becomes_its_own_parent(kv):
     kv.faults.self_parent()
     kv.apply([one_block(1)])
     assert [Stored(1, (1,), (1,))] == [event.data for event in kv.events.stored]
@@ -240,7 +240,7 @@ def test_a_sink_raises_before_the_router(kv):
     assert errors(kv) == [("sink_failure", "sink_failure")]
 
 
-def test_a_lost_event_is_lost_to_the_router_alone(kv):
+def test_a_lost_event_is_lost_only_to_the_router(kv):
     published = []
     kv.add_sink(type("Sink", (), {"publish": lambda self, event, *_: published.append(event.event_id)})())
     kv.faults.lose()
@@ -248,7 +248,7 @@ def test_a_lost_event_is_lost_to_the_router_alone(kv):
     assert (ids(kv), published) == ([1], [0, 1])
 
 
-def test_the_first_event_of_a_worker_is_missing(kv):
+def test_the_first_event_of_a_new_worker_is_lost(kv):
     kv.apply(one_block(1))
     kv.faults.missing_first()
     kv.apply(one_block(2))
@@ -257,7 +257,7 @@ def test_the_first_event_of_a_worker_is_missing(kv):
     assert errors(kv) == [("event_id_gap", "missing_first")]
 
 
-def test_a_router_that_joins_late_receives_what_comes_then(kv):
+def test_a_router_that_joins_late_receives_only_later_events(kv):
     with kv.faults.late_join():
         kv.apply([one_block(1), one_block(2)])
     kv.apply(one_block(3))
@@ -265,7 +265,7 @@ def test_a_router_that_joins_late_receives_what_comes_then(kv):
     assert errors(kv) == [("event_id_gap", "late_join")]
 
 
-def test_a_router_may_not_receive_one_worker(kv):
+def test_a_late_join_can_be_limited_to_one_worker(kv):
     joining = kv.faults.late_join(worker=1)
     kv.apply(one_block(1))
     kv.apply(one_block(1), worker_id=1)
@@ -284,13 +284,13 @@ def test_a_worker_restarts_unannounced(kv):
     assert str(kv.events.problems[0].fault) == "restart of worker 0"
 
 
-def test_a_restart_that_shows_by_drift_alone_is_injected_too(kv):
+def test_a_restart_that_only_shows_as_drift_is_attributed_to_the_injection(kv):
     kv.worker(0).serve(kv.prompt(2))
     kv.faults.restart()
     assert errors(kv) == [("engine_drift", "restart")]
 
 
-def test_a_restart_by_the_test_is_handled_as_before(kv):
+def test_a_restart_by_the_test_is_not_attributed_to_a_fault(kv):
     kv.faults.lose(worker=1)
     kv.worker(1).serve(kv.prompt(1))
     kv.worker(0).serve(kv.prompt(2))
@@ -299,7 +299,7 @@ def test_a_restart_by_the_test_is_handled_as_before(kv):
     assert errors(kv) == [("event_id_gap", None), ("event_id_gap", "lose")]
 
 
-def test_a_cleared_arrives_that_was_never_published(kv):
+def test_a_cleared_that_was_never_published_arrives(kv):
     asked = kv.prompt(2)
     kv.worker(0).serve(asked)
     kv.worker(1).serve(asked)
@@ -320,7 +320,7 @@ def test_a_salted_worker_matches_no_prompt(kv):
     assert errors(kv) == [("wrong_hash", "salt"), ("engine_drift", "salt"), ("engine_drift", "salt")]
 
 
-def test_salted_blocks_are_removed_under_their_names():
+def test_salted_blocks_are_removed_under_their_salted_names():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4))
     kv.faults.salt(cache_namespace="tenant")
     for _ in range(3):
@@ -359,7 +359,7 @@ def test_blocks_with_foreign_tokens_are_not_salted(token_ids):
 
 
 @pytest.mark.parametrize("token_ids", [((1, 2, 3, 4), (5, 6)), ((5, 6), (1, 2, 3, 4)), ((5, 6), (7, 8))])
-def test_blocks_of_which_some_lack_tokens_are_not_salted(token_ids):
+def test_blocks_are_not_salted_if_some_lack_tokens(token_ids):
     change = salted(4, "adapter", None)
     event = KvCacheEvent(0, Stored(None, (1, 2), (1, 2)))
     assert change(RouterEvent(0, event, token_ids=token_ids)) is None
@@ -385,7 +385,7 @@ class Seen(RadixIndex):
         super().apply(event)
 
 
-def test_signed_hashes_reach_the_index_under_test_alone():
+def test_only_the_index_under_test_receives_signed_hashes():
     index, block = Seen(), 2**64 - 5
     kv = RouterHarness(PROFILE, index=index)
     with kv.faults.signed(1):
@@ -397,8 +397,8 @@ def test_signed_hashes_reach_the_index_under_test_alone():
 
 
 @pytest.mark.parametrize("worker", [None, 1, (1, 0)])
-def test_where_all_hashes_are_signed_already_the_fault_is_refused(worker):
-    """It could never be injected, which a test would learn at its end only, without the reason."""
+def test_signed_is_refused_if_all_hashes_are_already_signed(worker):
+    """The fault could never be injected, and a test would see that only at its end, without the reason."""
     kv = RouterHarness(PROFILE, backend="sglang", index=Seen())
     text = r"^kv_harness\.faults\.signed: backend 'sglang' publishes signed hashes already, so that the fault would change nothing$"  # noqa: E501
     with pytest.raises(ValueError, match=text):
@@ -419,7 +419,7 @@ def test_a_sink_may_have_unsigned_hashes_next_to_signed_engines():
     assert Removed((-5,)) == index.events[-1]
 
 
-def test_an_index_of_opaque_names_does_not_mind_signed_hashes():
+def test_an_index_that_treats_hashes_as_opaque_is_right_with_signed_hashes():
     kv = RouterHarness(PROFILE, index=Seen())
     with kv.faults.signed() as fault:
         for _ in range(10):
@@ -431,14 +431,14 @@ def test_an_index_of_opaque_names_does_not_mind_signed_hashes():
 # ------------------------------------------------------------------------------------------- which events it wants
 
 
-def test_a_fault_takes_its_kind_and_its_worker(kv):
+def test_a_fault_can_be_limited_to_a_kind_and_a_worker(kv):
     kv.faults.lose(2, kind="removed", worker=1)
     for worker_id in (0, 1):
         kv.apply([one_block(1), Removed((1,)), one_block(2), Removed((2,)), Cleared()], worker_id=worker_id)
     assert (ids(kv, 0), ids(kv, 1)) == ([0, 1, 2, 3, 4], [0, 2, 4])
 
 
-def test_a_worker_may_be_a_rank():
+def test_a_fault_can_be_limited_to_a_rank():
     kv = RouterHarness(PROFILE.replace(dp_size=2))
     kv.faults.lose(None, worker=(0, 1))
     kv.apply(one_block(1))
@@ -446,14 +446,14 @@ def test_a_worker_may_be_a_rank():
     assert [e.event.event.dp_rank for e in kv.events] == [0]
 
 
-def test_a_sink_of_the_tests_own_can_be_faulty(kv):
+def test_a_sink_of_the_test_can_have_faults(kv):
     sink = kv.make_sink()
     kv.faults.lose(worker=sink.worker_id)
     sink(one_block(1))
     assert len(kv.events) == 0
 
 
-def test_an_event_gets_the_fault_that_was_asked_for_first(kv):
+def test_the_fault_requested_first_is_injected_first(kv):
     kv.faults.lose()
     kv.faults.double()
     kv.apply([one_block(1), one_block(2)])
@@ -474,7 +474,7 @@ def test_a_fault_that_does_not_apply_to_an_event_waits_for_the_next(kv):
     assert kv.events.stored[0].data.parent_hash == 2
 
 
-def test_faults_of_a_transport_come_after(kv):
+def test_a_transport_is_applied_after_faults(kv):
     kv.publisher.transport = lambda event: [event, event]
     kv.faults.lose()
     kv.apply([one_block(1), one_block(2)])
@@ -509,7 +509,7 @@ def test_a_with_block_that_raises_keeps_its_own_failure(kv):
         raise ZeroDivisionError
 
 
-def test_every_one_must_be_one_at_least(kv):
+def test_a_fault_without_a_count_must_be_injected_at_least_once(kv):
     kv.faults.late_join()
     assert kv.judge().unmet == ["kv_harness.faults.late_join(): unused, no event matched"]
 
@@ -519,7 +519,7 @@ def test_a_fault_that_is_stopped_need_not_be_used(kv):
     assert kv.judge().unmet == []
 
 
-def test_a_harness_by_itself_fails_for_it():
+def test_a_harness_as_a_context_manager_fails_for_an_unused_fault():
     with pytest.raises(EventRulesBroken, match="unused, no event matched"), RouterHarness(PROFILE) as kv:
         kv.faults.double()
 
@@ -571,7 +571,7 @@ def test_events_missing_before_a_restart_do_not_count(kv):
     assert [gap.fault.kind for gap in gaps] == ["restart", "foreign"]
 
 
-def test_what_a_flush_finds_without_the_fault_too_is_real(kv):
+def test_a_problem_that_a_flush_finds_without_the_fault_too_is_real(kv):
     sink = kv.make_sink(num_blocks=1)
     sink.compare(lambda: [1, 3])
     sink(one_block(1))
@@ -617,7 +617,7 @@ def test_an_uninjected_sink_error_is_real_after_an_injected_fault():
     assert [(p.rule, p.blocks, p.fault) for p in error.folded] == [("block_not_found", (2,), None)]
 
 
-def test_what_follows_from_a_real_fault_stays_under_it(kv):
+def test_a_consequence_of_a_real_error_stays_listed_under_it(kv):
     kv.apply(KvCacheEvent(3, one_block(1)))  # a real gap
     kv.faults.lose(worker=1)
     kv.apply(one_block(1), worker_id=1)

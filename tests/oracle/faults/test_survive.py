@@ -40,7 +40,7 @@ def traffic_with(index, seed=0, **given):
 # ------------------------------------------------------------------------------------------------- it is excused
 
 
-def test_a_survived_fault_is_not_a_failure_where_no_index_is_under_test():
+def test_a_survived_fault_is_no_failure_without_an_index_under_test():
     kv = RouterHarness(PROFILE, survive=["lose"])
     kv.faults.lose()
     kv.worker(0).serve(kv.prompt(2))
@@ -60,7 +60,7 @@ class RaisesWithoutParent(RadixIndex):
 
 
 @pytest.mark.parametrize("survive", [["lose"], []], ids=["survived", "not survived"])
-def test_a_failure_after_a_fault_that_must_be_survived_does_not_call_the_event_valid(survive):
+def test_a_failure_after_a_survived_fault_does_not_call_the_event_valid(survive):
     kv = RouterHarness(PROFILE, index=RaisesWithoutParent(), survive=survive)
     prompt = kv.prompt(1)
     kv.faults.lose()
@@ -145,7 +145,7 @@ BY_CURSOR = ("lose", "double", "reorder", "delay", "sink_failure")
     survived=st.sets(st.sampled_from(BY_CURSOR), min_size=1),
     flushed=st.booleans(),
 )
-def test_an_index_that_asks_a_recovery_passes_but_for_what_it_need_not_survive(seed, ring, rates, survived, flushed):
+def test_an_index_with_a_recovery_fails_only_for_faults_that_it_need_not_survive(seed, ring, rates, survived, flushed):
     recovery = Recovery(ring)
     traffic = Traffic("lineage", seed, AsksByCursor(recovery), recovery=recovery, faults=rates, survive=survived)
     for _ in range(25):
@@ -165,7 +165,7 @@ def test_an_index_that_has_recovered_is_compared_after_each_event_again():
     for _ in range(3):
         kv.worker(0).serve(kv.prompt(1))
     assert index.recoveries == 1
-    index.tree.apply = lambda event: None  # deaf from here on
+    index.tree.apply = lambda event: None  # ignores all events from here on
     kv.worker(0).serve(kv.prompt(1))
     assert [(p.rule, p.position) for p in kv.events.errors if not p.excused] == [("index_drift", 2)]
 
@@ -182,7 +182,7 @@ def test_an_index_that_does_not_recover_fails_and_names_the_fault(kind):
 
 
 class AsksInVain(AsksByCursor):
-    """Asks the worker, and does not apply the answer."""
+    """Queries the worker and does not apply the answer."""
 
     def apply(self, event):
         with suppress(RadixIndexError):
@@ -193,7 +193,7 @@ class AsksInVain(AsksByCursor):
 
 
 @pytest.mark.parametrize("kind", ["lose", "delay"])
-def test_an_index_that_has_asked_is_due_to_have_what_was_lost_or_is_held_back(kind):
+def test_an_index_that_queried_a_recovery_must_have_lost_and_delayed_events(kind):
     for index, expected in ((AsksByCursor, []), (AsksInVain, [("index_drift", 1)])):
         recovery = Recovery()
         kv = RouterHarness(PROFILE, index=index(recovery), recovery=recovery, survive=[kind])
@@ -210,7 +210,7 @@ def test_an_index_that_has_asked_is_due_to_have_what_was_lost_or_is_held_back(ki
 
 
 @pytest.mark.parametrize(("applies", "expected"), [(True, set()), (False, {("index_drift", (2,))})])
-def test_an_index_that_asks_when_it_is_flushed_is_due_to_have_what_was_lost_last(applies, expected):
+def test_an_index_that_queries_at_a_flush_must_have_the_event_that_was_lost_last(applies, expected):
     class AsksAtFlush(TakesWhatComes):
         def flush(self):
             for event in recovery(0, 0).events:
@@ -225,7 +225,7 @@ def test_an_index_that_asks_when_it_is_flushed_is_due_to_have_what_was_lost_last
     assert {(problem.rule, problem.blocks) for problem in kv.judge().errors} == expected
 
 
-def test_an_index_that_has_not_asked_may_lack_what_is_still_held_back():
+def test_an_index_that_has_not_queried_may_lack_events_that_are_still_held_back():
     for index in (TakesWhatComes(), WaitsForLateEvents()):
         kv = RouterHarness(PROFILE, index=index, survive=["delay"])
         kv.apply(Stored(None, (1,), (1,)))
@@ -234,7 +234,7 @@ def test_an_index_that_has_not_asked_may_lack_what_is_still_held_back():
         assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_an_index_that_raises_fails():
+def test_an_index_that_raises_after_a_survived_fault_fails():
     kv = RouterHarness(PROFILE, index=RadixIndex(), survive=["lose"])
     prompt = kv.prompt(1)
     kv.faults.lose()
@@ -245,7 +245,7 @@ def test_an_index_that_raises_fails():
     assert rules(error.folded) == ["index_drift"]
 
 
-def test_recovery_by_a_late_joiner_and_after_a_restart():
+def test_an_index_recovers_after_a_late_join_and_after_a_restart():
     index = AsksTheWorker()
     traffic = traffic_with(index, survive=["late_join", "restart"])
     with traffic.kv.faults.late_join():
@@ -257,7 +257,7 @@ def test_recovery_by_a_late_joiner_and_after_a_restart():
     assert index.recoveries
 
 
-def test_what_was_lost_last_is_not_due_but_may_be_known():
+def test_an_event_that_was_lost_last_is_optional_for_an_index():
     for index in (TakesWhatComes(), AsksTheWorker()):
         kv = RouterHarness(PROFILE, index=index, survive=["lose"])
         if isinstance(index, AsksTheWorker):
@@ -271,12 +271,12 @@ def test_what_was_lost_last_is_not_due_but_may_be_known():
         assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_a_lost_event_is_due_when_a_later_one_shows_the_loss():
+def test_a_lost_event_is_expected_once_a_later_one_shows_the_loss():
     kv = RouterHarness(PROFILE, index=TakesWhatComes(), survive=["lose"])
     kv.faults.lose()
     kv.worker(0).serve(kv.prompt(2))
     kv.flush()
-    assert kv.events.errors[1:] == []  # the gap, which is excused
+    assert kv.events.errors[1:] == []  # without the gap, which is excused
     kv.worker(0).serve(kv.prompt(2))
     kv.flush()
     assert rules(kv.events.errors) == ["event_id_gap", "index_drift"]
@@ -295,7 +295,7 @@ def test_a_stale_block_is_found_as_well_as_a_missing_one():
     assert error.expected == "0 blocks, as was published"
 
 
-def test_other_workers_are_compared_meanwhile():
+def test_other_workers_are_compared_while_one_is_out_of_sync():
     index = TakesWhatComes()
     kv = RouterHarness(PROFILE, index=index, survive=["lose"])
     prompt = kv.prompt(2)
@@ -310,7 +310,7 @@ def test_other_workers_are_compared_meanwhile():
     assert (1, 0) in {(p.worker_id, p.dp_rank) for p in kv.events.errors if p.rule == "index_drift"}
 
 
-def test_of_a_stream_that_another_fault_has_changed_any_answer_is_right():
+def test_any_answer_is_right_for_a_stream_that_another_fault_has_changed():
     index = TakesWhatComes()
     kv = RouterHarness(PROFILE, index=index, survive=["lose"])
     kv.events.expect_error("event_id_gap")
@@ -323,7 +323,7 @@ def test_of_a_stream_that_another_fault_has_changed_any_answer_is_right():
     assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_in_sync_means_that_the_index_has_recovered():
+def test_assert_in_sync_requires_that_the_index_has_recovered():
     index = AsksTheWorker()
     traffic = traffic_with(index, survive=["lose"])
     kv = traffic.kv
@@ -336,7 +336,7 @@ def test_in_sync_means_that_the_index_has_recovered():
         kv.assert_in_sync()
 
 
-def test_an_async_index_survives_as_well():
+def test_an_async_index_can_survive_faults():
     index = AsyncAsksTheWorker()
     traffic = traffic_with(index, faults={"lose": 0.2, "double": 0.2}, survive=["lose", "double"])
 
@@ -352,7 +352,7 @@ def test_an_async_index_survives_as_well():
     assert index.recoveries
 
 
-def test_an_announced_restart_ends_the_damage_of_faults():
+def test_an_announced_restart_ends_the_effects_of_faults():
     class Told(TakesWhatComes):
         def remove_worker(self, worker_id):
             self.tree.remove_worker(worker_id)
@@ -376,7 +376,7 @@ def test_an_announced_restart_ends_the_damage_of_faults():
         (["block_size"], r"no router can survive `block_size`"),
     ],
 )
-def test_what_cannot_be_survived_is_refused(names, message):
+def test_unknown_faults_are_refused_by_survive(names, message):
     with pytest.raises(ValueError, match=rf"^survive: {message}"):
         RouterHarness(PROFILE, survive=names)
     with pytest.raises(ValueError, match=rf"^kv_harness\.faults\.survive: {message}"):
@@ -387,19 +387,19 @@ def test_what_cannot_be_survived_is_refused(names, message):
 
 
 def counts(backend, index):
-    """An index that counts copies where the engine publishes them."""
+    """Let an index count copies if the engine publishes them."""
     index.tree = RadixIndex(count_copies=BACKENDS[backend].residency == "counted")
     return index
 
 
 def own_warnings(backend):
-    """What an engine that is not prefix-closed does wrong by itself."""
+    """Return the rules that an engine breaks by itself if it is not prefix-closed."""
     return set() if BACKENDS[backend].prefix_closed else {"wrong_hash", "evicted_and_restored", "engine_drift"}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("steps", [0, 12])
-def test_it_may_be_called_after_events_without_a_fault(backend, steps):
+def test_survive_may_be_called_after_events_without_a_fault(backend, steps):
     traffic = Traffic(backend, 1, counts(backend, WaitsForLateEvents()))
     kv = traffic.run(steps)
     kv.faults.survive("double", "delay")
@@ -414,9 +414,9 @@ def test_it_may_be_called_after_events_without_a_fault(backend, steps):
 
 
 @pytest.mark.parametrize("backend", few(BACKENDS, 2))
-def test_an_index_that_does_not_survive_is_found_then(backend):
+def test_an_index_that_does_not_survive_is_found_after_a_late_call(backend):
     found = []
-    lost = caches(backend)  # of a window alone, an index of the attention group misses nothing
+    lost = caches(backend)  # an index of the attention group misses nothing of a window
     for seed in range(4):
         traffic = Traffic(backend, seed, counts(backend, TakesWhatComes()))
         kv = traffic.run(8)
@@ -432,8 +432,8 @@ def test_an_index_that_does_not_survive_is_found_then(backend):
 
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "sglang"])
-def test_hashes_are_judged_by_arrived_events_and_not_by_published_ones(backend):
-    """A block under itself has a digest only in what was published: no receiver can compute its hash."""
+def test_hashes_are_checked_in_arrived_events_and_not_in_published_ones(backend):
+    """Only the published event has a digest of the block under itself: no receiver can compute its hash."""
     kv = RouterHarness(PROFILE, backend, TakesWhatComes(), allow=["index_drift"])
     kv.worker(0).serve(kv.prompt(2))
     kv.faults.survive("self_parent")
@@ -443,7 +443,7 @@ def test_hashes_are_judged_by_arrived_events_and_not_by_published_ones(backend):
     assert "wrong_hash" not in rules(kv.events.problems)
 
 
-def test_what_was_published_before_is_what_an_index_should_know():
+def test_an_index_must_know_events_from_before_the_call_of_survive():
     kv = RouterHarness(PROFILE, index=TakesWhatComes())
     worker, prompt = kv.worker(0), kv.prompt(3)
     worker.serve(prompt)
@@ -456,7 +456,7 @@ def test_what_was_published_before_is_what_an_index_should_know():
     assert str(error.fault) == "lose, event 1 of worker 0"
 
 
-def test_what_is_lost_last_is_not_due_though_there_were_events_before():
+def test_an_event_lost_last_is_not_expected_after_a_late_call():
     kv = RouterHarness(PROFILE, index=TakesWhatComes())
     prompt = kv.prompt(2)
     kv.worker(0).serve(prompt)
@@ -468,7 +468,7 @@ def test_what_is_lost_last_is_not_due_though_there_were_events_before():
     assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_a_fault_that_waits_has_changed_nothing_yet():
+def test_a_fault_that_was_not_injected_yet_does_not_prevent_a_late_call():
     kv = RouterHarness(PROFILE, index=TakesWhatComes())
     kv.faults.lose(kind="removed")
     kv.apply([Stored(None, (1,), (1,))])
@@ -478,7 +478,7 @@ def test_a_fault_that_waits_has_changed_nothing_yet():
     assert rules(kv.judge().errors) == ["index_drift"]
 
 
-def test_events_that_wait_for_an_async_index_are_given_to_it():
+def test_events_that_wait_for_an_async_index_are_applied_after_a_late_call():
     index = AsyncAsksTheWorker()
     traffic = Traffic("lineage", 0, index)
     for worker in traffic.kv.workers.values():
@@ -492,7 +492,7 @@ def test_events_that_wait_for_an_async_index_are_given_to_it():
     assert index.recoveries
 
 
-def test_an_error_that_was_expected_before_stays_so():
+def test_an_error_expected_before_a_late_call_stays_expected():
     kv = RouterHarness(PROFILE, index=TakesWhatComes())
     with kv.events.expect_error("event_id_gap"):
         kv.apply([Stored(None, (1,), (1,)), KvCacheEvent(3, Stored(None, (2,), (2,)))])
@@ -528,7 +528,7 @@ AFTER_A_FAULT = "kv_harness.faults.survive: call it before the first fault; inje
         ),
     ],
 )
-def test_once_an_event_is_not_as_it_was_published_it_is_too_late(inject, message):
+def test_survive_is_refused_after_an_event_did_not_arrive_as_published(inject, message):
     kv = RouterHarness(PROFILE, index=TakesWhatComes(), allow=["index_drift"])
     inject(kv)
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):

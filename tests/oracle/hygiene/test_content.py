@@ -1,4 +1,4 @@
-"""What a Stored shows by itself: whether its tokens came, one sequence of a whole block for each."""
+"""Rules that one Stored can break by itself: each block needs a sequence of tokens of its size, or none has one."""
 
 import pytest
 
@@ -40,35 +40,35 @@ def test_token_ids_must_come_with_every_block_or_none(tokens, known):
     assert [("sparse_tokens", True, known)] * bool(known) == [(p.rule, p.is_error, p.observed) for p in problems]
 
 
-def test_the_block_that_lacks_them_is_named():
+def test_the_first_block_without_tokens_is_named():
     assert [observe(tokens)[0][0].blocks for tokens in ([FOUR], [], [FOUR] * 3)] == [(6,), (5,), (6,)]
 
 
-def test_where_the_block_size_is_unknown_it_is_enough_that_each_block_has_some():
+def test_without_a_block_size_each_block_needs_at_least_one_token():
     assert observe([FOUR, (1,)], block_size=None)[0] == []
     (problem,) = observe([FOUR], block_size=None)[0]
     assert (problem.rule, problem.expected) == ("sparse_tokens", "one sequence of token ids a block")
 
 
-def test_no_blocks_need_no_tokens_and_a_removed_needs_none_at_all():
+def test_an_empty_stored_and_a_removed_need_no_tokens():
     assert observe([], blocks=())[0] == []
     assert observe([()], blocks=())[0] == []
     _, ledger = observe(None)
     assert ledger.take(RouterEvent(0, KvCacheEvent(1, Removed((6,))), token_ids=[()])) == []
 
 
-def test_a_chain_is_judged_without_them_and_their_hashes_only_with_them():
+def test_a_chain_is_checked_without_tokens_and_local_hashes_only_with_them():
     assert [p.rule for p in observe([FOUR[:3], FOUR], BLOCKS, chained=True)[0]] == ["sparse_tokens"]
     assert [p.rule for p in observe([FOUR], (BLOCKS[0], 7), chained=True)[0]] == ["sparse_tokens", "wrong_hash"]
     assert [p.rule for p in observe([FOUR, (9, 9, 9, 9)], BLOCKS, chained=True)[0]] == ["wrong_hash"]
 
 
-def test_it_needs_no_memory_so_it_stands_even_in_a_gap():
+def test_sparse_tokens_is_a_separate_problem_even_in_a_gap():
     problems, _ = observe([FOUR], event_id=3)
     assert [(p.rule, p.cause) for p in problems] == [("event_id_gap", None), ("sparse_tokens", None)]
 
 
-def test_tokens_that_did_not_come_for_every_block_are_not_asked_for():
+def test_token_ids_that_do_not_cover_every_block_are_not_kept():
     _, ledger = observe([FOUR])
     assert None is ledger.streams[0, 0].tokens(5)
     _, ledger = observe([FOUR, FOUR])

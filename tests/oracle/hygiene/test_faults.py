@@ -1,4 +1,4 @@
-"""Honest faults in random traffic: which rule reports them first, and at which event."""
+"""Single faults in random traffic: which rule reports them first, and at which event."""
 
 import re
 from contextlib import suppress
@@ -25,15 +25,15 @@ PROFILE = EngineProfile(block_size=4, num_blocks=24, workers=2)
 
 
 class World:
-    """Two workers under random traffic, and a transport that a fault may change."""
+    """Two workers under random traffic, with a transport that a fault may change."""
 
     def __init__(self, backend, seed, index=None):
         self.rng = Random(f"{backend} {seed}")
         self.kv = RouterHarness(PROFILE, backend, index, name=str(seed))
         self.kv.publisher.transport = self.deliver
         self.prompts = [self.kv.prompt(self.rng.randrange(1, 5)) for _ in range(3)]
-        self.fault = None  # called with each event; returns what arrives for it, or None to be asked again
-        self.changed_at = None  # position in the log of the first event that arrives after, or with, the fault
+        self.fault = None  # called with each event; returns the events that arrive, or None to be called again
+        self.changed_at = None  # log position of the first event that arrives with or after the fault
         self.changed = None
 
     def deliver(self, event):
@@ -80,7 +80,7 @@ def first_on(kv, worker_id):
 
 
 def once(kind, change, skip=5):
-    """A fault in the first event of a kind after some others."""
+    """Return a fault in the first event of a kind after `skip` others."""
     state = {"left": skip, "done": False}
 
     def fault(event):
@@ -98,7 +98,7 @@ def once(kind, change, skip=5):
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_clean_traffic_has_no_problem(backend, seed):
+def test_clean_traffic_has_no_problems(backend, seed):
     world = World(backend, seed, RadixIndex())
     world.run(40)
     verdict = world.kv.judge()
@@ -160,7 +160,7 @@ def test_a_doubled_event_is_a_gap_at_its_repeat(backend, seed, kind):
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_swapped_events_are_a_gap_at_the_one_that_comes_too_early(backend, seed):
+def test_swapped_events_are_a_gap_at_the_event_that_comes_too_early(backend, seed):
     world = World(backend, seed)
     held = []
 
@@ -186,18 +186,18 @@ def test_swapped_events_are_a_gap_at_the_one_that_comes_too_early(backend, seed)
     first = world.kv.events.problems[0]
     assert ("event_id_gap", early.position) == (first.rule, first.position)
     gaps = [p for p in world.kv.events.problems if p.rule == "event_id_gap"]
-    assert len(gaps) == 1  # the late one fills the hole
+    assert len(gaps) == 1  # the late event fills the hole
 
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_another_workers_event_is_a_gap_where_it_arrives_and_where_it_is_missed(backend, seed):
+def test_a_foreign_event_is_a_gap_at_both_workers(backend, seed):
     world = World(backend, seed)
 
     def relabel(event):
         due = world.kv.publisher.next_ids.get((1 - event.worker_id, 0), 0)
         if due == event.event.event_id:
-            return None  # by chance the id that is due there; see the next test
+            return None  # this id is due there by chance; see the next test
         return [RouterEvent(1 - event.worker_id, event.event, event.storage_tier, event.token_ids)]
 
     world.fault = once(None, relabel)
@@ -212,7 +212,7 @@ def test_another_workers_event_is_a_gap_where_it_arrives_and_where_it_is_missed(
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_another_workers_event_with_the_id_that_is_due_is_missed_by_its_own(backend):
+def test_a_foreign_event_with_the_next_id_is_missing_only_at_its_own_worker(backend):
     kv = RouterHarness(PROFILE, backend)
     prompt = kv.prompt(2)
     kv.worker(0).serve(prompt)
@@ -225,7 +225,7 @@ def test_another_workers_event_with_the_id_that_is_due_is_missed_by_its_own(back
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_wrong_parent_that_is_held_is_a_wrong_hash_at_once(backend, seed):
+def test_a_wrong_parent_that_is_held_is_a_wrong_hash_at_its_event(backend, seed):
     world = World(backend, seed)
 
     def reparent(event):
@@ -249,7 +249,7 @@ def test_a_wrong_parent_that_is_held_is_a_wrong_hash_at_once(backend, seed):
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_wrong_parent_that_is_not_held_is_not_found_at_once(backend, seed):
+def test_a_wrong_parent_that_is_not_held_is_parent_block_not_found_at_its_event(backend, seed):
     world = World(backend, seed)
     nobody = 0xDEAD_BEEF
 
@@ -266,7 +266,7 @@ def test_a_wrong_parent_that_is_not_held_is_not_found_at_once(backend, seed):
     first = world.kv.events.problems[0]
     assert ("parent_block_not_found", world.changed_at, nobody) == (first.rule, first.position, first.block)
     assert first.observed == f"block 0x{nobody:016x} was never stored"
-    assert [first] == world.kv.events.errors  # the chain of hashes is wrong too, and that follows from it
+    assert [first] == world.kv.events.errors  # the chain of hashes is wrong too, which follows from the parent
     assert [p.rule for p in first.folded] == ["wrong_hash"]
 
 
@@ -328,7 +328,7 @@ def test_a_late_join_is_a_gap_at_the_first_event_received(backend, seed):
 
 
 class FaultyIndex(RadixIndex):
-    """Right but for one fault, once after some events; `changed` is the event."""
+    """Right except for one fault, once after `skip` events; `changed` is the event."""
 
     def __init__(self, skip=5):
         super().__init__()
@@ -375,7 +375,7 @@ class RaisesOnce(FaultyIndex):
 
 
 class MatchesByContentAlone:
-    """Knows which blocks a worker holds, and not what they come after."""
+    """Knows which blocks a worker holds, and not their parents."""
 
     def __init__(self):
         self.held = {}
@@ -402,7 +402,7 @@ class MatchesByContentAlone:
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("faulty", [ForgetsOneRemoved, IgnoresCleared, RemovesFromTheWrongWorker])
-def test_an_index_that_holds_what_it_should_not_drifts_at_that_event(backend, seed, faulty):
+def test_an_index_that_keeps_removed_blocks_drifts_at_their_event(backend, seed, faulty):
     index = faulty()
     world = World(backend, seed, index)
     world.run_until(lambda: index.changed is not None)
@@ -420,7 +420,7 @@ def test_an_index_that_holds_what_it_should_not_drifts_at_that_event(backend, se
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_index_that_raises_once_fails_at_that_event_and_what_it_misses_follows_from_it(backend, seed):
+def test_an_index_that_raises_once_fails_at_that_event_and_its_drift_follows_from_it(backend, seed):
     index = RaisesOnce()
     world = World(backend, seed, index)
     world.run_until(lambda: index.changed is not None)
@@ -429,12 +429,12 @@ def test_an_index_that_raises_once_fails_at_that_event_and_what_it_misses_follow
     assert [("index_failure", changed_at)] == [(p.rule, p.position) for p in errors]
     assert re.fullmatch(r"apply raised RuntimeError: no room \(test_faults\.py:\d+ in wrong\)", errors[0].observed)
     assert "index_drift" in {p.rule for p in errors[0].folded}
-    assert {"index_drift", "index_failure"} >= {p.rule for p in errors[0].folded}  # it may not have a later parent
+    assert {"index_drift", "index_failure"} >= {p.rule for p in errors[0].folded}  # it may lack a later parent
 
 
 @pytest.mark.parametrize("seed", RUNS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_index_that_matches_by_content_alone_drifts_at_the_first_event_of_two_blocks(backend, seed):
+def test_an_index_that_matches_by_content_only_drifts_at_the_first_event_of_two_blocks(backend, seed):
     world = World(backend, seed, MatchesByContentAlone())
     world.run_until(lambda: any(len(e.data.block_hashes) > 1 for e in world.kv.events.stored))
     first = world.kv.events.errors[0]
@@ -462,14 +462,14 @@ def last_removed(named):
 
 
 def removed_again(world, worker_id, named):
-    """A Removed of a block that was removed since."""
+    """Publish a Removed of a block that was removed since the first fault."""
     gone = last_removed(named)
     world.kv.apply([Removed((gone,))], worker_id=worker_id)
     return "block_not_found", gone
 
 
 def stored_again_otherwise(world, worker_id, named):
-    """A second local hash for a block that was stored since and is held."""
+    """Publish a second local hash for a held block that was stored since the first fault."""
     held = world.kv._judge.ledger.streams[worker_id, 0].tiers["device"]
     stored = [block for e in named if e.kind == "stored" for block in e.event.event.data.block_hashes]
     block = next(block for block in reversed(stored) if block in held)
@@ -478,7 +478,7 @@ def stored_again_otherwise(world, worker_id, named):
 
 
 def under_a_removed_parent(world, worker_id, named):
-    """A Stored under a block that was removed since."""
+    """Publish a Stored under a block that was removed since the first fault."""
     gone = last_removed(named)
     world.kv.apply([Stored(gone, (77,), (7,))], worker_id=worker_id)
     return "parent_block_not_found", gone
@@ -488,7 +488,7 @@ def under_a_removed_parent(world, worker_id, named):
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("first_fault", FIRST_FAULTS)
 @pytest.mark.parametrize("second_fault", [removed_again, stored_again_otherwise, under_a_removed_parent])
-def test_a_second_fault_is_seen_where_it_names_blocks_that_were_named_since(backend, seed, first_fault, second_fault):
+def test_a_second_fault_is_separate_if_its_blocks_were_named_since_the_first(backend, seed, first_fault, second_fault):
     world = World(backend, seed)
     world.fault = once(*FIRST_FAULTS[first_fault])
     world.run_until(lambda: world.changed is not None)
@@ -507,7 +507,7 @@ def test_a_second_fault_is_seen_where_it_names_blocks_that_were_named_since(back
     assert (rule, block, None) == (second.rule, second.block, second.cause)
 
 
-def test_a_second_fault_with_a_block_that_nothing_named_since_is_listed_under_the_first():
+def test_a_second_fault_with_a_block_that_was_not_named_since_is_listed_under_the_first():
     kv = RouterHarness(PROFILE, "lineage")
     kv.apply([Stored(None, (1, 2), (1, 2))], worker_id=7)
     kv.apply([KvCacheEvent(5, Stored(None, (3,), (3,)))], worker_id=7)

@@ -1,4 +1,4 @@
-"""A hybrid model's cache groups: each holds blocks of its own, under the same hashes."""
+"""Cache groups of a hybrid model: each holds its own blocks, under the same hashes."""
 
 import pytest
 
@@ -46,7 +46,7 @@ def test_a_stream_is_judged_by_group(kv, events, expected):
     assert [(problem.rule, problem.observed) for problem in kv.events.problems] == expected
 
 
-def test_the_reference_answers_by_group_0(kv):
+def test_the_reference_finds_blocks_of_group_0(kv):
     publish(kv.sink, (ROOT, 0), (ROOT, 1), (Removed((2, 1)), 1))
     assert {kv.sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))
 
@@ -87,10 +87,10 @@ def kinds(group, kind):
     return {"group_idx": group, "kv_cache_spec_kind": kind}
 
 
-def test_the_reference_answers_by_full_attention_where_group_0_is_a_window(kv):
+def test_the_reference_finds_blocks_of_full_attention_if_group_0_is_a_window(kv):
     sink = kv.sink
     sink.publish(ROOT, extra=kinds(0, "sliding_window"))
-    assert {sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))  # of what else there is nothing is known
+    assert {sink.worker_id: 2} == kv.overlap(Prompt(hashes=[11, 12]))  # no other group is known yet
 
     sink.publish(ROOT, extra={"group_idx": 1})
     sink.publish(Removed((2, 1)))  # the window of group 0
@@ -105,7 +105,7 @@ def test_the_reference_answers_by_full_attention_where_group_0_is_a_window(kv):
     assert kv.events.problems == []
 
 
-def test_an_engine_of_windows_alone_is_answered_by_them(kv):
+def test_an_engine_with_only_windows_and_states_is_found_by_group_0(kv):
     kv.sink.publish(ROOT, extra=kinds(0, "sliding_window"))
     kv.sink.publish(ROOT, extra=kinds(1, "mamba"))
     kv.sink.publish(Removed((2,)), extra={"group_idx": 1})

@@ -1,4 +1,4 @@
-"""The rules about what is held: capacity, blocks that go and stay at once, children without parents, copies."""
+"""Rules about held blocks: capacity, blocks removed right after being stored again, orphans, copies."""
 
 import re
 from collections import Counter
@@ -18,7 +18,7 @@ def stored(*blocks, parent=None):
 
 
 class Stream:
-    """Events of one worker, numbered as they should be unless an id is given."""
+    """Events of one worker, with consecutive ids unless an id is given."""
 
     def __init__(self, **options):
         self.ledger = Ledger()
@@ -69,14 +69,14 @@ class Stream:
         pytest.param([stored(1, 2, 3, 4), Cleared(), stored(5)], [], id="cleared"),
     ],
 )
-def test_more_blocks_than_there_are_is_an_error_when_the_next_stored_arrives(events, expected):
+def test_over_capacity_is_an_error_at_the_next_stored_or_at_the_flush(events, expected):
     stream = Stream(num_blocks=3)
     assert stream.observe_all(events) + stream.flush() == expected
     assert all(problem.is_error for problem in stream.problems)
-    assert Stream().observe_all(events) == []  # where capacity is unknown nothing is judged
+    assert Stream().observe_all(events) == []  # nothing is checked without a capacity
 
 
-def test_capacity_is_that_of_the_device():
+def test_num_blocks_is_the_capacity_of_the_device_only():
     stream = Stream(num_blocks=3)
     stream.observe(stored(1, 2, 3), tier=HOST)
     stream.observe(stored(1, 2, 3))
@@ -84,7 +84,7 @@ def test_capacity_is_that_of_the_device():
     assert stream.observe(stored(4), tier=HOST) == []
 
 
-def test_the_breach_names_no_block_and_says_how_many_are_held():
+def test_over_capacity_names_no_block_and_gives_the_number_of_held_blocks():
     stream = Stream(num_blocks=1)
     stream.observe_all([stored(1, 2), stored(3)])
     (problem,) = stream.problems
@@ -92,7 +92,7 @@ def test_the_breach_names_no_block_and_says_how_many_are_held():
     assert (problem.expected, problem.event_id) == ("the engine has 1 block; what it evicts is published as Removed", 1)
 
 
-def test_at_a_flush_the_breach_stands_after_the_last_event():
+def test_over_capacity_found_at_a_flush_is_placed_after_the_last_event():
     stream = Stream(num_blocks=1)
     stream.observe(stored(1, 2))
     assert stream.flush() == ["over_capacity"]
@@ -100,7 +100,7 @@ def test_at_a_flush_the_breach_stands_after_the_last_event():
     assert stream.flush() == []
 
 
-def test_a_lost_removed_explains_why_it_does_not_fit():
+def test_over_capacity_follows_from_a_lost_removed():
     stream = Stream(num_blocks=2)
     stream.observe(stored(1, 2))
     assert stream.observe(stored(3), 2) == ["event_id_gap"]
@@ -118,7 +118,7 @@ def test_copies_count_against_the_capacity():
 # ------------------------------------------------------------------------------------------ evicted_and_restored
 
 HAZARD = [stored(1, 2, 3), stored(10, 1, 2), Removed((1, 2))]
-"""One Use of 10, 1 and 2, in which the place for 10 was that of 1, and so on: they are held, and were removed."""
+"""One Use of 10, 1 and 2, where 10 takes the place of 1, and so on: the blocks are held although they were removed."""
 
 
 @pytest.mark.parametrize(
@@ -141,11 +141,11 @@ def test_a_block_that_is_removed_right_after_it_was_stored_again_is_still_held(e
     assert not any(problem.is_error for problem in stream.problems)
 
 
-def test_where_copies_are_counted_one_of_them_is_removed():
+def test_with_counted_copies_a_removed_after_a_second_stored_takes_one_copy():
     assert Stream(residency="counted").observe_all([stored(1, 2, 3), stored(10, 1, 2), Removed((2, 1))]) == []
 
 
-def test_a_copy_that_is_left_is_an_orphan_when_its_parent_goes_in_the_same_event():
+def test_the_last_copy_is_an_orphan_when_its_parent_goes_in_the_same_event():
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, residency="counted")
     events = [stored(2), stored(1, 2), Removed((2, 1))]
@@ -153,7 +153,7 @@ def test_a_copy_that_is_left_is_an_orphan_when_its_parent_goes_in_the_same_event
     assert [[(p.rule, p.blocks) for p in problems] for problems in found] == [[], [], [("orphaned_child", (2,))]]
 
 
-def test_the_block_and_both_events_are_named():
+def test_evicted_and_restored_names_the_block_and_both_events():
     stream = Stream()
     stream.observe_all(HAZARD)
     first = stream.problems[0]
@@ -161,7 +161,7 @@ def test_the_block_and_both_events_are_named():
     assert first.observed == "block 1 was held already when event 1 stored it again"
 
 
-def test_ids_and_tiers_must_be_those_of_one_use():
+def test_evicted_and_restored_needs_consecutive_ids_and_one_tier():
     stream = Stream()
     stream.observe(stored(1), tier=HOST)
     stream.observe_all([stored(1), stored(1)])
@@ -171,21 +171,21 @@ def test_ids_and_tiers_must_be_those_of_one_use():
     assert stream.observe(Removed((1, 2)), 3) == ["event_id_gap"]
 
 
-def test_a_late_removed_is_not_of_the_use_before_it():
+def test_a_late_removed_does_not_belong_to_the_use_before_it():
     stream = Stream(prefix_closed=False)
     stream.observe(HAZARD[0])
     assert stream.observe(HAZARD[1], 2) == ["event_id_gap"]
     assert stream.observe(HAZARD[2], 1) == []
 
 
-def test_a_repeat_in_between_does_not_count():
+def test_a_repeated_event_between_stored_and_removed_does_not_matter():
     stream = Stream(prefix_closed=False)
     stream.observe_all(HAZARD[:2])
     stream.observe(HAZARD[1], 1)
     assert stream.observe(HAZARD[2]) == ["evicted_and_restored"] * 2
 
 
-def test_a_repeat_does_not_make_its_blocks_stored_again():
+def test_a_repeated_stored_does_not_count_as_storing_again():
     stream = Stream()
     stream.observe(stored(1, 2))
     stream.observe(stored(1, 2), 0)
@@ -219,8 +219,8 @@ def test_problems_are_separate_once_an_event_names_the_block(named):
     assert stream.observe(Removed((2,))) == ["block_not_found"]
 
 
-def test_what_happened_to_a_block_may_happen_to_it_again():
-    """The engine holds it: it can evict it, silently, and store it again in one move once more."""
+def test_evicted_and_restored_may_happen_to_a_block_again():
+    """The engine still holds the block: it may silently evict it and store it again in one move."""
     stream = Stream(prefix_closed=False)
     stream.observe_all(HAZARD)
     _, two = stream.problems
@@ -260,7 +260,7 @@ def test_later_problems_are_listed_under_a_gap():
     assert stream.problems[-1].cause.rule == "event_id_gap"
 
 
-def test_what_a_recovery_has_of_it_is_news_and_later_trouble_is_listed_there():
+def test_evicted_and_restored_blocks_of_a_recovery_are_reported_and_later_problems_follow_from_them():
     published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
     published.observe_all([*HAZARD, stored(30)])
     stream.observe(HAZARD[0])
@@ -273,7 +273,7 @@ def test_what_a_recovery_has_of_it_is_news_and_later_trouble_is_listed_there():
     assert published.problems[1].folded == []
 
 
-def test_after_a_recovery_the_last_event_of_it_is_the_one_before():
+def test_the_last_event_of_a_recovery_counts_as_the_event_before():
     published, stream = Stream(prefix_closed=False), Stream(prefix_closed=False)
     published.observe_all(HAZARD[:2])
     stream.observe(HAZARD[0])
@@ -281,14 +281,14 @@ def test_after_a_recovery_the_last_event_of_it_is_the_one_before():
     assert stream.observe(HAZARD[2], 2) == ["evicted_and_restored"] * 2
 
 
-def test_what_a_recovery_has_of_a_parent_that_was_not_held_is_kept():
+def test_a_recovery_keeps_a_parent_that_was_not_held():
     published, stream = Stream(), Stream()
     published.observe(stored(2, parent=9))
     stream.ledger.take(Recovered(published.known.copy(), range(1)))
     assert stream.observe(stored(9), 1) + stream.observe(Removed((9,))) == ["orphaned_child"]
 
 
-def test_what_a_recovery_tells_is_held_with_children_and_copies():
+def test_recovered_blocks_have_children_and_copies():
     published, stream = Stream(residency="counted", num_blocks=3), Stream(residency="counted", num_blocks=3)
     published.observe_all([stored(1, 2), stored(3, parent=1), stored(3, parent=1)])
     stream.ledger.take(Recovered(published.known.copy(), range(3)))
@@ -323,7 +323,7 @@ def test_what_a_recovery_tells_is_held_with_children_and_copies():
         pytest.param([stored(1, 2), stored(2, 3, parent=1), Removed((2,))], [(3,)], id="stored again with a child"),
     ],
 )
-def test_a_child_that_outlives_its_parent_is_a_warning(events, expected):
+def test_an_orphan_is_a_warning_for_prefix_closed_streams_only(events, expected):
     stream = Stream()
     stream.observe_all(events)
     found = [p for p in stream.problems if p.rule == "orphaned_child"]
@@ -334,7 +334,7 @@ def test_a_child_that_outlives_its_parent_is_a_warning(events, expected):
     assert "orphaned_child" not in {p.rule for p in stream.problems}
 
 
-def test_the_child_and_its_parent_are_named():
+def test_an_orphan_warning_names_the_child_and_its_parent():
     stream = Stream()
     stream.observe_all([stored(1, 2), stored(3, parent=1), Removed((1,))])
     (problem,) = stream.problems
@@ -344,7 +344,7 @@ def test_the_child_and_its_parent_are_named():
     )
 
 
-def test_orphans_are_judged_on_the_device_alone():
+def test_orphans_are_reported_on_the_device_only():
     stream = Stream()
     stream.observe(stored(1, 2))
     stream.observe(stored(1, 2), tier=HOST)
@@ -358,7 +358,7 @@ def test_orphans_are_judged_on_the_device_alone():
     assert stream.observe(Removed((1,))) == []
 
 
-def test_a_parent_is_due_on_the_device_alone():
+def test_a_parent_must_be_held_on_the_device_only():
     stream = Stream()
     assert stream.observe(stored(3, parent=2), tier=HOST) == []
     assert stream.observe(stored(2, parent=1), tier=HOST) == []
@@ -417,18 +417,18 @@ def test_a_parent_is_due_on_the_device_alone():
         ),
     ],
 )
-def test_a_text_says_where_a_block_of_the_device_went(events, expected):
+def test_the_history_of_a_block_names_its_tier(events, expected):
     stream = Stream()
     stream.observe(stored(9), tier=DISK)
     for event in events:
         data, tier = event if isinstance(event, tuple) else (event, DEVICE)
         stream.observe(data, tier=tier)
-    # The first event is that of the disk, so all are one later.
+    # The first event is on disk, so all others have an id one higher.
     later = re.sub(r"event (\d)", lambda found: f"event {int(found[1]) + 1}", expected)
     assert story_of(stream.known, 1) == f"block 1 was {later}"
 
 
-def test_blocks_that_a_lower_tier_has_lost_are_reported_for_that_tier():
+def test_a_block_that_a_lower_tier_removed_is_reported_with_that_tier():
     stream = Stream()
     for data, tier in ((stored(1), DEVICE), (stored(1), HOST), (Removed((1,)), HOST)):
         stream.observe(data, tier=tier)
@@ -469,7 +469,7 @@ def test_a_block_that_differs_in_two_tiers_is_reported_in_each():
     ] == [problem.observed for problem in stream.problems]
 
 
-def test_a_worker_that_was_given_tiers_is_told_of_by_tier_before_it_uses_them():
+def test_a_worker_with_tiers_names_tiers_in_messages_before_it_uses_them():
     stream = Stream(num_blocks=1, tier_blocks={HOST: 2})
     stream.observe(stored(1))
     stream.observe(stored(2))
@@ -480,29 +480,29 @@ def test_a_worker_that_was_given_tiers_is_told_of_by_tier_before_it_uses_them():
     ]
 
 
-def test_an_event_resyncs_a_block_in_its_own_tier_alone():
+def test_an_event_resyncs_a_block_only_in_its_own_tier():
     stream = Stream()
     stream.observe(stored(1, 2))
-    assert stream.observe(stored(2), 2, tier=HOST) == ["event_id_gap"]  # the Removed of the device is lost
+    assert stream.observe(stored(2), 2, tier=HOST) == ["event_id_gap"]  # the device's Removed is lost
     assert stream.drift([1]) == ["(engine_drift)"]
     assert stream.drift([], HOST) == ["engine_drift"]
 
 
-def test_a_child_has_a_parent_while_a_copy_of_it_is_left():
+def test_a_child_has_a_parent_as_long_as_one_copy_of_it_is_left():
     stream = Stream(residency="counted")
     stream.observe_all([stored(1, 2), stored(1)])
     assert stream.observe(Removed((1,))) == []
     assert stream.observe(Removed((1,))) == ["orphaned_child"]
 
 
-def test_a_child_of_a_block_that_is_held_though_it_was_removed_is_listed_under_that():
+def test_an_orphan_of_an_evicted_and_restored_parent_is_listed_under_that_warning():
     stream = Stream()
     stream.observe_all([stored(1, 2, 3), stored(10, 2), Removed((2,))])
     restored, orphaned = stream.problems
     assert (restored, (3,)) == (orphaned.cause, orphaned.blocks)
 
 
-def test_in_a_gap_a_child_that_was_named_since_stands_and_another_does_not():
+def test_in_a_gap_an_orphan_is_separate_only_if_it_was_named_since():
     stream = Stream()
     stream.observe_all([stored(1, 2), stored(3, 4)])
     stream.observe(stored(4, parent=3), 3)
@@ -557,7 +557,7 @@ TWO_COPIES = "block 2 was stored by event 1 and never removed; 2 copies are held
         ([1, 2, 2, 3], "the engine holds block 3; block 3 was never stored"),
     ],
 )
-def test_copies_are_compared_with_the_engine_by_number(resident, known):
+def test_numbers_of_copies_are_compared_with_the_engine(resident, known):
     stream = Stream(residency="counted")
     stream.observe_all([stored(1, 2), stored(2, parent=1)])
     stream.drift(resident)
@@ -565,7 +565,7 @@ def test_copies_are_compared_with_the_engine_by_number(resident, known):
     assert stream.drift(resident) == []  # reported once
 
 
-def test_a_set_is_compared_as_one_where_copies_are_not_counted():
+def test_without_counted_copies_resident_blocks_are_compared_as_a_set():
     stream = Stream()
     stream.observe(stored(1))
     assert stream.drift([1, 1]) == []
@@ -580,7 +580,7 @@ def test_tiers_have_their_own_copies():
     assert story_of(stream.known, 1) == "block 1 was stored in device by event 1 and never removed; 2 copies are held"
 
 
-def test_an_unopened_rank_is_like_the_first_of_its_worker():
+def test_an_unopened_rank_has_the_options_of_the_first_rank_of_its_worker():
     ledger = Ledger()
     ledger.open((5, 0), first_id=0, num_blocks=1, residency="counted", prefix_closed=False, block_size=4)
     rank = ledger.stream((5, 3))
@@ -597,7 +597,7 @@ def test_an_unopened_rank_is_like_the_first_of_its_worker():
         ("counted", 2, "block 1 is named 3 times, and was held 2"),
     ],
 )
-def test_a_block_that_one_removed_names_too_often_is_reported_so(residency, copies, known):
+def test_a_removed_that_names_a_block_too_often_is_reported_with_the_number_of_copies(residency, copies, known):
     stream = Stream(residency=residency)
     stream.observe_all([stored(1)] * copies)
     assert stream.observe(Removed((1,) * (copies + 1))) == ["block_not_found"]
@@ -608,7 +608,7 @@ def test_a_block_that_one_removed_names_too_often_is_reported_so(residency, copi
 
 
 def below_cleared():
-    """A block on the device and in a host, and then a Cleared of the device."""
+    """Publish blocks on the device and one on the host, then a Cleared of the device."""
     stream = Stream(clears_below=False)
     stream.observe_all([stored(1, 2)])
     stream.observe(stored(1), tier=HOST)
@@ -616,7 +616,7 @@ def below_cleared():
     return stream
 
 
-def test_a_drift_of_the_host_says_since_when_it_holds_what_the_device_was_cleared_of():
+def test_a_drift_on_the_host_names_the_stored_there_after_a_cleared_of_the_device():
     stream = below_cleared()
     assert stream.drift([], HOST) == ["engine_drift"]
     assert (
@@ -626,7 +626,7 @@ def test_a_drift_of_the_host_says_since_when_it_holds_what_the_device_was_cleare
     )
 
 
-def test_a_drift_of_the_device_says_what_cleared_it_and_where_the_block_still_is():
+def test_a_drift_on_the_device_names_the_cleared_and_the_tier_that_still_has_the_block():
     stream = below_cleared()
     assert stream.drift([1]) == ["engine_drift"]
     assert stream.problems[-1].observed.endswith(
@@ -636,7 +636,7 @@ def test_a_drift_of_the_device_says_what_cleared_it_and_where_the_block_still_is
     assert stream.problems[-1].observed.endswith("block 2 was stored in device by event 0 and cleared by event 2")
 
 
-def test_where_a_cleared_is_of_all_tiers_the_host_is_cleared_by_it():
+def test_a_cleared_of_all_tiers_is_named_in_a_drift_on_the_host():
     stream = Stream()
     stream.observe_all([stored(1, 2)])
     stream.observe(stored(1), tier=HOST)

@@ -26,7 +26,7 @@ def test_a_chain_is_read_with_its_local_hashes_and_tokens():
     assert history.read_chain(2) == ((1, 2), (10, 20), None)
 
 
-def test_a_chain_has_what_each_of_its_blocks_was_last_stored_with():
+def test_a_chain_uses_the_latest_stored_of_each_block():
     history = history_of(
         event(Stored(None, (1, 2), (10, 20)), tokens=((0, 1), (2, 3))),
         event(Stored(None, (1,), (11,)), tokens=((8, 9),)),
@@ -35,13 +35,13 @@ def test_a_chain_has_what_each_of_its_blocks_was_last_stored_with():
 
 
 @pytest.mark.parametrize("tokens", [None, ((0, 1),), ((0, 1), (2,))], ids=["none", "too few", "not a whole block"])
-def test_a_chain_has_no_tokens_where_a_block_came_without(tokens):
+def test_a_chain_has_no_tokens_if_a_block_lacks_them(tokens):
     history = history_of(event(Stored(None, (1, 2), (10, 20)), tokens=tokens))
     assert history.read_chain(2, with_tokens=True) == ((1, 2), (10, 20), None)
 
 
 class Row(tuple):
-    """Token ids of a block that compare and count as truth as arrays do."""
+    """Token ids of a block that compare, and convert to bool, as arrays do."""
 
     __slots__ = ()
 
@@ -77,14 +77,14 @@ stored = st.builds(
 
 
 @given(st.lists(stored, min_size=1, max_size=8), st.data())
-def test_a_chain_read_at_once_is_that_read_block_by_block(events, data):
+def test_reading_a_chain_at_once_equals_reading_it_block_by_block(events, data):
     history = history_of(*(event(each, event_id) for event_id, each in enumerate(events)))
     block = data.draw(st.sampled_from(sorted(history.stored_at)))
     chain = history.chain(block)
     assert (tuple(chain), tuple(map(history.local_hash, chain)), None) == history.read_chain(block, with_tokens=True)
 
 
-def test_a_log_finds_events_by_the_objects_themselves():
+def test_a_log_finds_events_by_identity():
     log = EventLog()
     first, same_id = event(Stored(None, (1,), (1,)), 5), event(Stored(None, (1,), (1,)), 5)
     for each in (first, same_id, first):

@@ -1,6 +1,4 @@
-"""Recorded streams of vLLM's hybrid models and of its offloading break no rule, and what is held is what was stored
-by group.
-"""
+"""Recorded streams of vLLM's hybrid models and offloading break no rule; blocks are counted by group and tier."""
 
 from collections import Counter
 
@@ -47,7 +45,7 @@ class Judged:
         return [(problem.rule, problem.observed) for problem in self.problems]
 
     def held(self, tier=DEVICE):
-        """How many copies of each block are held in each group."""
+        """Return the number of copies of each block in each group."""
         parts = (self.stream, *self.stream.groups.values())
         held = {(part.group_idx, block): 1 for part in parts for block in part.held(tier)}
         return Counter(held) + Counter(
@@ -56,7 +54,7 @@ class Judged:
 
 
 def counted(events, tier=DEVICE, *, clears=True):
-    """Stored minus Removed, by group and hash, of events as the wire has them."""
+    """Count Stored minus Removed by group and hash, of events as the wire has them."""
     copies = Counter()
     for event in events:
         if event["type"] == "AllBlocksCleared":
@@ -83,8 +81,8 @@ def test_hybrid_streams_break_no_rule_and_are_counted_by_group(recording, knows_
     assert judged_events > 2000
 
 
-def test_hybrid_streams_fill_one_pool(recording):
-    """With half of the most that were held at once each is too full."""
+def test_all_groups_of_a_hybrid_stream_share_one_pool(recording):
+    """Half of the highest number of held blocks is too small a capacity for each stream."""
     for stream in hybrid_streams(recording("vllm_0.33.0_hybrid_streams.json.gz"))[:8]:
         judged = Judged(block_size=stream.attention[1])
         most = max((judged.stream.count(DEVICE) for _ in judged.read(stream.batches)), default=0)
@@ -95,8 +93,8 @@ def test_hybrid_streams_fill_one_pool(recording):
         assert [*{rule for rule, _ in full.end()}] == ["over_capacity"], stream.name
 
 
-def test_streams_of_offloading_break_no_rule_and_are_counted_by_tier(recording):
-    """But for one: a chunk that vLLM evicts and stores again in one step is removed by names that it never stored."""
+def test_offload_streams_break_no_rule_and_are_counted_by_tier(recording):
+    """One exception: a chunk that vLLM evicts and stores again in one step is removed by names it never stored."""
     found = []
     for name, batches in offload_streams(recording("vllm_0.33.0_offload_streams.json.gz")):
         judged = Judged(clears_below=False)
@@ -123,7 +121,7 @@ def tokens(blocks, size=4):
     return [tuple(range(at * size, (at + 1) * size)) for at in range(blocks)]
 
 
-def test_of_a_sparse_stored_names_alone_count(judged):
+def test_only_the_names_of_a_sparse_stored_count(judged):
     judged.publish(SparseStored(99, (2, 2**60), 24, 4), WINDOW, tokens(6))
     judged.publish(SparseStored(98, (), 8, 4), WINDOW, tokens(2))
     judged.publish(Stored(97, (5,), (15,)), WINDOW, tokens(1))
@@ -137,13 +135,13 @@ def test_of_a_sparse_stored_names_alone_count(judged):
     assert judged.end() == [("block_not_found", "block 2 was removed by event 5")]
 
 
-def test_a_parent_is_asked_for_in_the_attention_group_alone(judged):
+def test_a_parent_must_be_held_in_the_attention_group_only(judged):
     judged.publish(SparseStored(None, (2,), 8, 4), WINDOW, tokens(2))
     judged.publish(Stored(2, (3,), (13,)), FULL, tokens(1))
     assert judged.end() == [("parent_block_not_found", "block 2 was never stored (cache group 1)")]
 
 
-def test_a_tail_is_a_second_name_and_no_block_of_the_chain():
+def test_a_prompt_tail_is_a_second_name_and_no_block_of_the_chain():
     judged = Judged(block_size=4, num_blocks=2)
     judged.publish(Stored(None, (1, 2), (11, 12)), FULL, tokens(2))
     judged.publish(Stored(70, (7,), (17,)), FULL, tokens(1, size=2))
@@ -161,7 +159,7 @@ def test_a_tail_is_a_second_name_and_no_block_of_the_chain():
     assert judged.end()[-1][0] == "block_not_found"
 
 
-def test_a_tail_may_come_before_anything_that_says_how_large_blocks_are():
+def test_a_prompt_tail_may_come_before_the_block_size_is_known():
     judged = Judged()
     judged.publish(Stored(None, (6,), (16,)), group_extra(0, "mamba"), tokens(1, size=2))
     judged.publish(Stored(70, (7,), (17,)), FULL, tokens(1, size=2))  # its block comes later
@@ -187,7 +185,7 @@ def test_a_location_is_held_in_its_tier_and_group(judged):
 
 
 @pytest.mark.parametrize("clears_below", [True, False])
-def test_what_a_cleared_empties_below_the_device_is_a_trait_of_the_engine(clears_below):
+def test_whether_a_cleared_empties_lower_tiers_is_a_trait_of_the_engine(clears_below):
     judged = Judged(clears_below=clears_below)
     for group in (None, WINDOW, group_extra(2)):
         judged.publish(Stored(None, (1, 2), (11, 12)), group, tokens(2))
@@ -200,8 +198,8 @@ def test_what_a_cleared_empties_below_the_device_is_a_trait_of_the_engine(clears
     assert clears_below == bool(judged.end())
 
 
-def test_the_attention_group_is_found_whatever_came_before_it(judged):
-    judged.publish(Removed((9,)), group_extra(3))  # of what was stored before anybody listened
+def test_the_attention_group_is_found_after_any_other_events(judged):
+    judged.publish(Removed((9,)), group_extra(3))  # of a block stored before the stream began
     judged.publish(Stored(None, (1,), (11,)), group_extra(3), tokens(1))
     judged.publish(Stored(None, (1,), (11,)), WINDOW, tokens(1))
     judged.publish(Stored(None, (1,), (11,)), group_extra(2, "mamba"), tokens(1))
@@ -210,7 +208,7 @@ def test_the_attention_group_is_found_whatever_came_before_it(judged):
     assert judged.stream.leaves() == [1]
 
 
-def test_a_copy_and_what_was_recovered_have_the_same_groups(judged):
+def test_a_copied_stream_and_a_recovered_one_have_the_same_groups(judged):
     judged.publish(Stored(None, (1, 2), (11, 12)), FULL, tokens(2))
     judged.publish(Stored(70, (7,), (17,)), FULL, tokens(1, size=2))
     judged.publish(SparseStored(99, (2,), 8, 4), WINDOW, tokens(2))
@@ -225,22 +223,22 @@ def test_a_copy_and_what_was_recovered_have_the_same_groups(judged):
 
 
 SAID = [[100, 101], [102, 103]]
-"""Tokens of two blocks, which are hashed with a salt that no event of the host has."""
+"""Tokens of two blocks that are hashed with a salt, which no event of the host has."""
 
 
 @pytest.mark.parametrize(
     ("data", "tokens", "observed"),
     [
         (Stored(1, (2,), (12,)), [[102, 103]], None),
-        (Stored(None, (1, 2), (91, 92)), SAID, None),  # who hashes tokens without the salt finds other local hashes
-        (Stored(7, (8,), (18,)), [[104, 105]], None),  # the device never had it: nothing can be said of it
+        (Stored(None, (1, 2), (91, 92)), SAID, None),  # hashing tokens without the salt gives other local hashes
+        (Stored(7, (8,), (18,)), [[104, 105]], None),  # the device never had it: nothing is known about it
         (Stored(None, (2,), (12,)), [[102, 103]], "block 2 is stored as a root"),
         (Stored(9, (1, 2), (11, 12)), SAID, "block 1 is stored under block 9"),
         (Stored(1, (2,), (12,)), [[102, 104]], "block 2 is stored with other tokens than before"),
         (Stored(None, (1, 2), (11, 13)), None, "block 2 is stored with other tokens than before"),
     ],
 )
-def test_an_event_that_does_not_say_what_is_hashed_is_judged_by_what_the_device_had(data, tokens, observed):
+def test_an_event_without_its_keys_is_checked_against_the_devices_event(data, tokens, observed):
     judged = Judged(block_size=2)
     judged.publish(Stored(None, (1, 2), (11, 12)), {"extra_keys": [("salt",), None]}, SAID)
     judged.publish(Removed((2,)))

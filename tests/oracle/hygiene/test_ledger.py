@@ -1,4 +1,4 @@
-"""Each rule of the ledger, broken by hand and kept."""
+"""Each rule of the ledger, broken and kept by hand-made events."""
 
 import pytest
 from depth import each_parameter
@@ -28,7 +28,7 @@ def stored(*blocks, parent=None, local=None):
 
 
 class Stream:
-    """Events of one worker, numbered as they should be unless an id is given."""
+    """Events of one worker, with consecutive ids unless an id is given."""
 
     def __init__(self, **options):
         self.ledger = Ledger()
@@ -70,7 +70,7 @@ def test_each_broken_rule_is_reported_once(events, expected):
     assert [rule for data in events for rule in stream.observe(data)] == expected
 
 
-def test_a_fault_is_reported_once_because_the_event_is_believed():
+def test_an_unknown_parent_is_reported_once_because_it_counts_as_held_afterwards():
     stream = Stream()
     assert stream.observe(stored(2, parent=9)) == ["parent_block_not_found"]
     assert stream.observe(stored(3, parent=9)) == []
@@ -78,7 +78,7 @@ def test_a_fault_is_reported_once_because_the_event_is_believed():
     assert stream.observe(Removed((9,))) == ["block_not_found"]
 
 
-def test_tiers_are_held_apart_and_a_parent_counts_in_any():
+def test_each_tier_has_its_own_blocks_and_a_parent_may_be_in_any_tier():
     stream = Stream()
     assert stream.observe(stored(1)) == []
     assert stream.observe(stored(2, parent=1), tier=HOST) == []
@@ -87,7 +87,7 @@ def test_tiers_are_held_apart_and_a_parent_counts_in_any():
     assert stream.observe(Removed((2,)), tier=HOST) == []
 
 
-def test_ranks_hold_apart_and_count_apart():
+def test_each_rank_has_its_own_blocks_and_ids():
     stream = Stream()
     stream.ledger.open((0, 1), first_id=0)
     assert stream.observe(stored(1), 0) == []
@@ -107,7 +107,7 @@ def test_ranks_hold_apart_and_count_apart():
         pytest.param(LOCALS, CHAIN, None, [*TOKENS[:2], (0, 0, 0, 0)], ["wrong_hash"], id="other tokens"),
     ],
 )
-def test_hashes_are_judged_where_they_must_be_the_chain(locals_, blocks, parent, tokens, expected):
+def test_hashes_are_checked_only_if_they_must_be_a_chain(locals_, blocks, parent, tokens, expected):
     stream = Stream()
     stream.observe(stored(CHAIN[0], local=LOCALS[:1]) if parent else Cleared())
     data = stored(*blocks, parent=parent, local=locals_)
@@ -115,7 +115,7 @@ def test_hashes_are_judged_where_they_must_be_the_chain(locals_, blocks, parent,
     assert Stream().observe(stored(5, 6, local=[7, 8]), chained=False) == []
 
 
-def test_a_wrong_hash_is_a_warning_where_the_backend_makes_them_itself():
+def test_a_wrong_hash_is_a_warning_if_the_backend_is_not_prefix_closed():
     ledger = Ledger()
     ledger.open((0, 0), first_id=0, prefix_closed=False)
     event = RouterEvent(0, KvCacheEvent(0, stored(5, local=[7])), chained=True)
@@ -136,7 +136,7 @@ def test_a_wrong_hash_is_a_warning_where_the_backend_makes_them_itself():
         pytest.param([0, 2**64 - 1, 5, 2**40], [2**64 - 1], id="far away, and then late ones"),
     ],
 )
-def test_ids_that_are_not_due_are_gaps(ids, gaps):
+def test_ids_that_are_not_the_next_are_gaps(ids, gaps):
     stream = Stream()
     found = [(i, rule) for n, i in enumerate(ids) for rule in stream.observe(stored(100 + n), i) if "gap" in rule]
     assert gaps == [i for i, _ in found]
@@ -154,7 +154,7 @@ def test_ids_that_are_not_due_are_gaps(ids, gaps):
     ],
     ids=["the same event", "another event"],
 )
-def test_an_id_that_comes_twice_is_a_repeat_or_a_restart(first, second, known):
+def test_a_repeated_id_is_reported_as_a_repeat_or_a_restart(first, second, known):
     ledger = Ledger()
     ledger.take(RouterEvent(0, KvCacheEvent(0, first)))
     gap, *_ = ledger.take(RouterEvent(0, KvCacheEvent(0, second)))
@@ -223,17 +223,17 @@ def test_a_wrong_hash_is_a_separate_problem_even_in_a_gap():
     assert stream.observe(stored(5, local=[7]), chained=True) == ["wrong_hash"]
 
 
-def test_a_published_event_that_never_arrived_is_a_gap_reported_once():
+def test_published_events_that_never_arrived_are_one_gap():
     stream = Stream()
     stream.observe(stored(1))
     (gap,) = stream.ledger.take(IdsPublished((0, 0), 3))
     assert gap.observed == "the worker published ids up to 2; events 1 to 2 did not arrive"
     assert stream.ledger.take(IdsPublished((0, 0), 3)) == []
     assert stream.observe(stored(2), 3) == []
-    assert stream.observe(stored(3), 1) == []  # late, but it comes
+    assert stream.observe(stored(3), 1) == []  # late, but it arrives
 
 
-def test_drift_names_missing_and_unreported_blocks_once_each():
+def test_drift_names_each_missing_and_each_unpublished_block_once():
     stream = Stream()
     stream.observe(stored(1, 2))
     extra, silent = stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, {2, 3, 4}))
@@ -245,7 +245,7 @@ def test_drift_names_missing_and_unreported_blocks_once_each():
     assert stream.ledger.take(Resident((0, 0), StorageTier.DEVICE, {1, 2})) == []
 
 
-def test_drift_in_a_gap_stands_for_blocks_that_were_named_since():
+def test_drift_in_a_gap_is_separate_for_blocks_named_since():
     stream = Stream()
     stream.observe(stored(1, 2))
     stream.observe(stored(3), 5)
@@ -253,7 +253,7 @@ def test_drift_in_a_gap_stands_for_blocks_that_were_named_since():
     assert [(p.blocks, p.cause and p.cause.rule) for p in problems] == [((3,), None), ((1, 2), "event_id_gap")]
 
 
-def test_an_expected_cause_covers_what_follows_from_it():
+def test_an_expected_problem_covers_its_consequences():
     stream = Stream()
     event = RouterEvent(0, KvCacheEvent(7, Removed((9,))))
     gap, follows = stream.ledger.take(event)
@@ -275,26 +275,26 @@ def test_a_chain_is_rebuilt_from_history_and_ends_on_a_cycle():
     assert len(known.chain(4)) == 4
 
 
-def test_a_late_event_that_comes_twice_does_not_move_what_is_due():
+def test_a_late_event_that_is_repeated_does_not_change_the_next_id():
     stream = Stream()
     found = [stream.observe(stored(100), 0), stream.observe(stored(102), 2), stream.observe(stored(101), 1)]
     found += [stream.observe(stored(101), 1), stream.observe(stored(103), 3)]
     assert found == [[], ["event_id_gap"], [], ["(event_id_gap)", "(duplicate_store)"], []]
 
 
-def test_what_is_held_says_in_which_tier_where_there_are_several():
+def test_with_several_tiers_the_history_of_a_block_names_its_tier():
     stream = Stream()
     stream.observe(stored(1))
     stream.observe(stored(2), tier=HOST)
     assert story_of(stream.ledger.streams[0, 0], 1) == "block 1 was stored in device by event 0 and never removed"
 
 
-def test_a_parent_that_is_not_held_and_the_hashes_under_it_are_one_fault():
+def test_an_unknown_parent_and_a_wrong_hash_under_it_are_one_error():
     stream = Stream()
     assert stream.observe(stored(5, parent=9, local=[7]), chained=True) == ["parent_block_not_found", "(wrong_hash)"]
 
 
-def test_lost_batches_of_a_wire_are_a_gap_although_the_ids_of_events_show_none():
+def test_lost_batches_are_a_gap_although_event_ids_show_none():
     stream = Stream()
     assert stream.observe(stored(1)) == []
     (gap,) = stream.ledger.take(BatchesLost(0, 0, range(4, 7)))
@@ -304,7 +304,7 @@ def test_lost_batches_of_a_wire_are_a_gap_although_the_ids_of_events_show_none()
         gap.expected,
         gap.position,
     ) == ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4", 0)
-    # Block 9 was in a lost batch, perhaps; block 1 was removed in one, perhaps.
+    # Perhaps block 9 was stored, or block 1 removed, in a lost batch.
     assert stream.observe(stored(2, parent=9)) == ["(parent_block_not_found)"]
     assert stream.observe(stored(1)) == ["(duplicate_store)"]
     assert stream.observe(Removed((8,))) == ["(block_not_found)"]
@@ -317,7 +317,7 @@ def test_lost_batches_of_a_wire_are_a_gap_although_the_ids_of_events_show_none()
     assert again.cause is gap
 
 
-def test_lost_batches_of_a_stream_of_which_nothing_is_known_yet():
+def test_lost_batches_are_a_gap_in_a_stream_without_earlier_events():
     ledger = Ledger()
     (gap,) = ledger.take(BatchesLost(3, 1, range(2)))
     assert (gap.observed, gap.worker_id, gap.dp_rank) == ("batches 0 to 1 did not arrive", 3, 1)
@@ -341,7 +341,7 @@ def test_lost_batches_of_a_stream_of_which_nothing_is_known_yet():
         pytest.param(stored(9, parent=1), [], id="one that the device never had"),
     ],
 )
-def test_a_block_has_one_parent_on_the_device_and_below(below, expected):
+def test_a_block_must_have_the_same_parent_on_the_device_and_below(below, expected):
     stream = Stream()
     stream.observe(stored(1, 2, 3))
     stream.observe(Removed((3,)))
@@ -356,7 +356,7 @@ def test_a_block_has_one_parent_on_the_device_and_below(below, expected):
         ([[1] * 4, [2] * 4], None, ["wrong_hash"]),  # of the same local hash
     ],
 )
-def test_only_what_covers_as_many_tokens_is_compared(on_device, below, expected):
+def test_parents_are_compared_only_between_blocks_of_the_same_number_of_tokens(on_device, below, expected):
     ledger = Ledger()
     ledger.open((0, 0), first_id=0)
     ledger.take(RouterEvent(0, KvCacheEvent(0, stored(1, 2)), token_ids=on_device))
@@ -364,7 +364,7 @@ def test_only_what_covers_as_many_tokens_is_compared(on_device, below, expected)
     assert [problem.rule for problem in problems] == expected
 
 
-def test_only_the_same_life_of_the_worker_is_compared():
+def test_parents_are_not_compared_across_a_cleared_or_a_restart():
     for end in ("cleared", "restarted"):
         stream = Stream()
         stream.observe(stored(1, 2))
@@ -379,7 +379,7 @@ def test_only_the_same_life_of_the_worker_is_compared():
         assert stream.observe(stored(2, parent=8), tier=HOST) == ["wrong_hash"]
 
 
-def test_the_message_names_both_parents_and_the_event():
+def test_a_wrong_parent_below_the_device_names_both_parents_and_the_event():
     ledger = Ledger()
     ledger.open((0, 0), first_id=0)
     ledger.take(RouterEvent(0, KvCacheEvent(0, stored(1, 2))))
@@ -401,14 +401,14 @@ def test_the_message_names_both_parents_and_the_event():
     ],
 )
 @each_parameter
-def test_a_stored_that_may_be_a_full_report_is_held_to_both_readings(events, expected):
+def test_a_stored_that_may_be_a_full_report_is_checked_in_both_readings(events, expected):
     stream = Stream(residency="counted", full_reports=True)
     found = [stream.observe(data) for data in (stored(1), stored(1), *events)]
     assert [rule for rules in found for rule in rules] == expected
 
 
-def test_full_reports_fill_no_engine():
-    """Counted as copies they are more blocks than there are."""
+def test_full_reports_do_not_count_towards_the_capacity():
+    """Counted as copies they would exceed it."""
     rules = {}
     for full_reports in (False, True):
         stream = Stream(residency="counted", num_blocks=2, full_reports=full_reports)

@@ -1,6 +1,4 @@
-"""The ledger beside a plain one that looks everything up: random streams by hand, of few blocks, so that all goes
-wrong.
-"""
+"""The ledger against a plain model: random hand-made streams of few blocks, so that every rule is broken."""
 
 from collections import Counter
 
@@ -31,7 +29,7 @@ STREAMS = st.lists(
 
 
 class PlainLedger:
-    """Holds blocks with their number of copies, and the parent that was named last."""
+    """Keeps the number of copies of each block, and its last parent."""
 
     def __init__(self, residency):
         self.unique = residency == "unique"
@@ -43,7 +41,7 @@ class PlainLedger:
         self.overfull = False
 
     def observe(self, data):
-        """Blocks by rule that the event breaks, of the rules that need memory."""
+        """Return by rule the blocks with which the event breaks it, of the rules that need memory."""
         if isinstance(data, Stored):
             return self.stored(data)
         if isinstance(data, Removed):
@@ -87,7 +85,7 @@ class PlainLedger:
 
 @settings(max_examples=examples(200))
 @given(st.sampled_from(["unique", "counted"]), STREAMS)
-def test_it_finds_what_a_plain_ledger_finds(residency, stream):
+def test_the_ledger_finds_what_a_plain_model_finds(residency, stream):
     ledger, plain = Ledger(), PlainLedger(residency)
     known = ledger.open((0, 0), first_id=0, num_blocks=CAPACITY, residency=residency)
     for number, data in enumerate(stream):

@@ -1,4 +1,4 @@
-"""The event log: what it counts, keeps and shows."""
+"""The event log: its counts, its entries and its text."""
 
 import pytest
 
@@ -26,7 +26,7 @@ def kv():
     return kv
 
 
-def test_it_has_events_by_kind_and_their_blocks_in_order(kv):
+def test_the_log_lists_events_by_kind_and_their_blocks_in_order(kv):
     log = kv.events
     assert (len(log), len(log.stored), len(log.removed), len(log.cleared)) == (5, 3, 1, 1)
     assert log.stored_blocks == [1, 2, 3, 1]
@@ -41,7 +41,7 @@ def test_an_entry_names_the_problems_of_its_event(kv):
     assert repr(second) == "<1  event 1  worker 3  Removed block 9  !! block_not_found>"
 
 
-def test_a_worker_has_its_own_part_of_the_log_with_counts(kv):
+def test_for_worker_returns_the_events_and_counts_of_one_worker(kv):
     part = kv.events.for_worker(3)
     assert (len(part), len(part.errors)) == (4, 2)
     assert (part.counts.status("stored", "ok"), part.counts.status("removed", "block_not_found")) == (1, 1)
@@ -49,13 +49,13 @@ def test_a_worker_has_its_own_part_of_the_log_with_counts(kv):
     assert len(kv.events.for_worker(3, dp_rank=1)) == 0
 
 
-def test_entries_that_are_taken_leave_the_log_and_their_problems_stay(kv):
+def test_taken_entries_leave_the_log_and_their_problems_stay(kv):
     assert len(kv.events.take()) == 5
     assert (len(kv.events), len(kv.events.errors), kv.events.total) == (0, 2, 5)
     assert kv.events.counts.status("stored", "ok") == 2
 
 
-def test_check_raises_with_the_report_and_for_too_few_events():
+def test_assert_no_event_errors_raises_for_errors_and_for_too_few_events():
     kv = RouterHarness(backend=None)
     kv.events.assert_no_event_errors()
     with pytest.raises(EventRulesBroken, match="expected at least 1 KV events by now, 0 arrived"):
@@ -65,7 +65,7 @@ def test_check_raises_with_the_report_and_for_too_few_events():
         kv.events.assert_no_event_errors()
 
 
-def test_a_failure_tells_the_first_problems_in_full_and_names_the_others():
+def test_a_failure_describes_the_first_problems_and_names_the_others():
     kv = RouterHarness(backend=None)
     kv.apply([Removed((block,)) for block in range(MOST_PROBLEMS + 2)])
     text = failure_text(kv.judge().errors)
@@ -75,14 +75,14 @@ def test_a_failure_tells_the_first_problems_in_full_and_names_the_others():
     assert 'with kv_events.expect_error("block_not_found"):' in text
 
 
-def test_a_failure_found_late_reports_that():
+def test_a_failure_found_after_the_test_body_says_so():
     kv = RouterHarness(backend=None)
     kv.apply([Removed((9,))])
     headline = failure_text(kv.judge().errors, late=True).splitlines()[0]
     assert headline.endswith("it came after the test body, from a teardown")
 
 
-def test_the_log_shows_its_end_and_what_broke_a_rule_before():
+def test_the_log_text_shows_the_last_events_and_earlier_ones_with_problems():
     kv = RouterHarness(backend=None)
     kv.apply([Removed((9,)), *(Stored(None, (block,), (block,)) for block in range(100, 130))])
     lines = log_text(kv.events, last=5).splitlines()
@@ -98,7 +98,7 @@ def test_a_log_of_one_event_uses_the_singular():
     assert log_text(kv.events).splitlines() == ["1 event", "    0  event 0  worker 0  Cleared"]
 
 
-def test_expectations_count_what_follows_from_a_cause_too():
+def test_expectations_count_consequences_of_another_problem_too():
     kv = RouterHarness(backend=None)
     with kv.events.expect_error("event_id_gap"), kv.events.expect_error("block_not_found"):
         kv.apply([Stored(None, (1,), (1,))], worker_id=0)
@@ -108,7 +108,7 @@ def test_expectations_count_what_follows_from_a_cause_too():
 
 
 @pytest.mark.parametrize(("times", "come", "saw"), [(1, 0, "none"), (2, 1, "1"), (1, 2, "2")])
-def test_an_unmet_expectation_names_the_problems_seen(times, come, saw):
+def test_an_unmet_expectation_gives_the_number_of_problems_seen(times, come, saw):
     kv = RouterHarness(backend=None)
     expectation = kv.events.expect_error("block_not_found", times=times)
     with (
@@ -118,13 +118,13 @@ def test_an_unmet_expectation_names_the_problems_seen(times, come, saw):
         kv.apply([Removed((block,)) for block in range(come)])
 
 
-def test_an_expectation_lets_the_bodys_own_exception_through():
+def test_an_exception_in_the_with_block_of_an_expectation_is_kept():
     kv = RouterHarness(backend=None)
     with pytest.raises(KeyError), kv.events.expect_error("block_not_found"):
         raise KeyError
 
 
-def test_an_expectation_without_with_holds_for_the_whole_test():
+def test_an_expectation_without_a_with_block_holds_for_the_whole_test():
     kv = RouterHarness(backend=None)
     kv.events.expect_error("block_not_found", times=2)
     kv.apply([Removed((8,)), Removed((9,))])
@@ -135,7 +135,7 @@ def test_an_expectation_without_with_holds_for_the_whole_test():
 
 
 @pytest.mark.parametrize("rule", ["engine_drift", "not_flushed"])
-def test_rules_checked_only_at_the_end_cannot_be_expected_in_a_with(rule):
+def test_rules_found_only_at_the_end_cannot_be_expected_in_a_with_block(rule):
     kv = RouterHarness(backend=None)
     with pytest.raises(ValueError, match=f"{rule} is found only at the end"), kv.events.expect_error(rule):
         pass
@@ -151,12 +151,12 @@ def test_rules_checked_only_at_the_end_cannot_be_expected_in_a_with(rule):
         ("block_not_found", True, "times must be an integer of at least 1, got True"),
     ],
 )
-def test_a_wrong_expectation_is_refused(rule, times, message):
+def test_an_invalid_expectation_is_refused(rule, times, message):
     with pytest.raises(ValueError, match=message):
         RouterHarness(backend=None).events.expect_error(rule, times=times)
 
 
-def test_check_within_a_with_block_counts_what_the_block_expects():
+def test_assert_no_event_errors_allows_what_an_open_with_block_expects():
     kv = RouterHarness(backend=None)
     with kv.events.expect_error("block_not_found"):
         kv.apply(Removed((5,)))
@@ -165,7 +165,7 @@ def test_check_within_a_with_block_counts_what_the_block_expects():
     kv.events.assert_no_event_errors()
 
 
-def test_expectations_of_one_rule_are_counted_together_and_a_with_block_takes_its_own():
+def test_expectations_of_one_rule_are_counted_together_except_those_of_a_with_block():
     kv = RouterHarness(backend=None)
     kv.events.expect_error("block_not_found")
     kv.events.expect_error("block_not_found")
@@ -175,13 +175,13 @@ def test_expectations_of_one_rule_are_counted_together_and_a_with_block_takes_it
     assert tuple(kv.judge()) == ([], [], [])
 
 
-def test_warnings_alone_are_called_warnings():
+def test_a_failure_of_warnings_only_calls_them_warnings():
     kv = RouterHarness(backend=None)
     kv.apply([Stored(None, (1,), (1,)), Stored(None, (1,), (1,))])
     assert failure_text(kv.judge().warnings).startswith("1 KV event warning: duplicate_store (worker 0, event 1)")
 
 
-def test_a_comparison_says_after_which_entry_it_was():
+def test_a_drift_names_the_entry_after_which_it_was_compared():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     sink.compare(list)
@@ -199,7 +199,7 @@ def one(block, parent=None):
 
 @pytest.fixture
 def removed():
-    """Worker 3 is removed between two events of its own; worker 4 goes on."""
+    """Remove worker 3 between two events of its own; worker 4 continues."""
     kv = RouterHarness(backend=None)
     kv.apply(one(1), worker_id=3)
     kv.apply(one(1), worker_id=4)
@@ -211,7 +211,7 @@ def removed():
 GONE = "       worker 3 removed, all ranks: your router drops its blocks"
 
 
-def test_a_removed_worker_is_a_line_of_the_log_and_counts_as_no_event(removed):
+def test_a_removed_worker_is_a_line_of_the_log_and_not_an_event(removed):
     log = removed.events
     assert log_text(log).splitlines() == [
         "3 events",
@@ -225,7 +225,7 @@ def test_a_removed_worker_is_a_line_of_the_log_and_counts_as_no_event(removed):
     assert [(2, 3, None, GONE.strip())] == log.notes
 
 
-def test_the_part_of_a_worker_has_its_own_lines_only(removed):
+def test_the_log_of_a_worker_has_only_its_own_lines(removed):
     assert removed.events.for_worker(4).notes == []
     assert log_text(removed.events.for_worker(3, dp_rank=0)).splitlines()[2] == GONE
 
@@ -238,7 +238,7 @@ def test_a_line_is_dropped_with_the_events_of_the_log(removed, forget):
     assert ["0 events", GONE.replace("3", "4")] == log_text(removed.events).splitlines()
 
 
-def test_batches_of_a_wire_that_are_lost_are_a_line_where_they_are_missing():
+def test_lost_batches_are_a_line_of_the_log_at_their_place():
     kv = RouterHarness(backend=None)
     kv.apply([one(1), one(2)])
     kv.inside.lost_batches(0, 0, range(4, 7), "batches 4 to 6 did not arrive")
@@ -257,25 +257,25 @@ def test_batches_of_a_wire_that_are_lost_are_a_line_where_they_are_missing():
     assert "\n  worker 0, after entry 1 of the log\n" in problems_text(kv.events.errors)
 
 
-def test_batches_that_are_lost_before_any_event_are_the_first_line():
+def test_batches_lost_before_any_event_are_the_first_line():
     kv = RouterHarness(backend=None)
     kv.inside.lost_batches(0, 1, range(1), "batch 0 did not arrive")
     assert log_text(kv.events).splitlines() == ["0 events", "       worker 0 rank 1: batch 0 did not arrive"]
     assert "\n  worker 0 rank 1, before any event\n" in problems_text(kv.events.errors)
 
 
-def test_a_worker_that_is_removed_last_is_the_last_line(removed):
+def test_a_worker_removed_last_is_the_last_line(removed):
     removed.remove_worker(4)
     assert GONE.replace("3", "4") == log_text(removed.events).splitlines()[-1]
 
 
-def test_workers_that_are_removed_after_one_event_are_lines_in_that_order(removed):
+def test_workers_removed_after_one_event_are_lines_in_order_of_removal(removed):
     for worker_id in (4, 3):
         removed.remove_worker(worker_id)
     assert [GONE.replace("3", "4"), GONE] == log_text(removed.events).splitlines()[-2:]
 
 
-def test_an_announced_restart_of_one_rank_is_a_line():
+def test_an_announced_restart_of_one_rank_is_a_line_of_the_log():
     kv = RouterHarness()
     kv.worker(0, dp_rank=1).restart(announced=True)
     kv.apply(Cleared())
@@ -288,7 +288,7 @@ def test_an_announced_restart_of_one_rank_is_a_line():
     assert kv.events.for_worker(0, dp_rank=0).notes == []
 
 
-def test_a_long_log_shows_that_the_worker_of_the_problem_was_removed_before():
+def test_a_long_log_shows_an_earlier_removal_of_the_problems_worker():
     kv = RouterHarness(backend=None)
     kv.apply(one(1), worker_id=3)
     kv.remove_worker(3)
@@ -306,7 +306,7 @@ def test_a_long_log_shows_that_the_worker_of_the_problem_was_removed_before():
     assert len(lines) == 24
 
 
-def test_an_event_from_before_a_restart_is_distinguished_from_its_namesake():
+def test_an_event_before_a_restart_is_distinguished_from_one_with_the_same_id():
     kv = RouterHarness()
     worker = kv.worker(0)
     kv.apply([one(1), one(2), Removed((2,))])
@@ -331,7 +331,7 @@ def test_an_event_from_before_a_restart_is_distinguished_from_its_namesake():
     assert last.observed == "block 2 was removed by event 2 (before the restart)"
 
 
-def test_an_event_from_two_restarts_ago_is_named_so():
+def test_an_event_from_before_two_restarts_is_named_so():
     kv = RouterHarness()
     kv.apply([one(1), Removed((1,)), one(2)])
     for _ in range(2):
@@ -343,7 +343,7 @@ def test_an_event_from_two_restarts_ago_is_named_so():
     ]
 
 
-def test_ids_that_go_backwards_are_a_line_and_distinguished():
+def test_ids_that_go_backwards_are_a_line_and_earlier_events_are_marked():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     for event_id, data in ((0, one(1)), (1, one(2)), (2, Removed((1,))), (0, one(3)), (1, Removed((2,)))):
@@ -368,7 +368,7 @@ def test_ids_that_go_backwards_are_a_line_and_distinguished():
     ]
 
 
-def test_a_removed_worker_that_returns_as_a_new_one_is_told_apart():
+def test_events_of_a_removed_worker_and_of_a_new_one_with_its_id_are_distinguished():
     kv = RouterHarness()
     kv.apply(Removed((1,)))
     kv.remove_worker(0)
@@ -390,13 +390,13 @@ HISTORIES = {
 
 
 @pytest.mark.parametrize("known", HISTORIES)
-def test_the_removal_of_a_block_is_named_with_its_event(known):
+def test_the_history_of_a_block_names_the_event_that_dropped_it(known):
     kv = RouterHarness(backend=None)
     kv.apply([*HISTORIES[known], Removed((1,))])
     assert [known] == [problem.observed for problem in kv.judge().errors]
 
 
-def test_a_restart_before_a_block_was_stored_did_not_make_it_go():
+def test_a_restart_before_a_block_was_stored_did_not_drop_it():
     kv = RouterHarness()
     kv.worker(0).restart(announced=True)
     kv.apply([one(1), Cleared(), Removed((1,))])
@@ -405,7 +405,7 @@ def test_a_restart_before_a_block_was_stored_did_not_make_it_go():
     ]
 
 
-def test_a_copy_that_was_removed_is_not_called_never_removed():
+def test_the_history_of_a_block_counts_removed_copies():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink(residency="counted")
     for data in (one(1), one(1), one(1), Removed((1,))):
@@ -416,7 +416,7 @@ def test_a_copy_that_was_removed_is_not_called_never_removed():
     assert known == problem.observed
 
 
-def test_a_block_that_went_from_one_tier_is_said_to_be_stored_in_the_other():
+def test_a_block_removed_from_one_tier_has_a_history_in_the_other():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     sink(one(1))
@@ -428,7 +428,7 @@ def test_a_block_that_went_from_one_tier_is_said_to_be_stored_in_the_other():
     assert known == problem.observed
 
 
-def test_a_parent_that_was_only_named_is_said_to_be_that():
+def test_a_block_only_named_as_a_parent_has_a_history_that_says_so():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     sink(one(2, parent=1))
@@ -460,14 +460,14 @@ def test_a_parent_that_was_only_named_is_said_to_be_that():
         ({"group_idx": 1, "cache_salt": "t"}, " (cache group 1) (salt 't')"),
     ],
 )
-def test_a_line_shows_adapter_salt_and_images(extra, shown):
+def test_a_line_of_the_log_shows_adapter_salt_and_images(extra, shown):
     kv = RouterHarness(backend=None)
     kv.apply([RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2), (1, 2))), extra=extra)])
     assert log_text(kv.events).splitlines()[1] == f"    0  event 0  worker 0{shown}  Stored blocks 1, 2 as a root"
 
 
 class ForgetsAll(RadixIndex):
-    """It forgets a whole worker at the first Removed."""
+    """Forgets a whole worker at the first Removed."""
 
     def apply(self, event, token_ids=None):
         if isinstance(event.event.data, Removed):
@@ -476,7 +476,7 @@ class ForgetsAll(RadixIndex):
             super().apply(event)
 
 
-def test_a_problem_found_after_later_events_reports_that():
+def test_a_problem_found_after_later_events_names_the_entry_of_the_comparison():
     kv = RouterHarness(backend=None, index=ForgetsAll(), sync="burst")
     kv.apply([Stored(None, (1,), (1,)), Stored(None, (2,), (2,)), Removed((2,))])
     kv.flush()
@@ -485,7 +485,7 @@ def test_a_problem_found_after_later_events_reports_that():
     assert "event 0  worker 0  Stored block 1 as a root, compared after entry 2 of the log" in problems_text([problem])
 
 
-def test_a_problem_that_was_found_at_its_event_does_not():
+def test_a_problem_found_at_its_event_names_no_entry_of_a_comparison():
     kv = RouterHarness(backend=None, index=ForgetsAll())
     kv.apply([Stored(None, (1,), (1,)), Stored(1, (2,), (2,)), Removed((2,))])
     kv.flush()

@@ -1,6 +1,4 @@
-"""Recorded streams of Dynamo's manager with its offload engine: no rule is broken, and the index finds what went
-where.
-"""
+"""Recorded streams of Dynamo's manager with its offload engine: they break no rule, and the index finds each tier."""
 
 import gzip
 import json
@@ -24,7 +22,7 @@ PROGRAMS = {
 
 
 def events_of(program):
-    """Each recorded event, with whether requests made it: what is moved by hand has hashes of its own."""
+    """Yield each recorded event, with whether requests caused it: blocks moved by hand have their own hashes."""
     for operation, answer, *rest in program["steps"]:
         if isinstance(answer, dict):
             return
@@ -38,9 +36,7 @@ def events_of(program):
 
 
 def orphans_of(program):
-    """The events that store a block on the device under one that is not there: moves by hand promote one so at
-    times.
-    """
+    """Yield the events that store a block on the device under a missing parent: moves by hand sometimes promote one."""
     device = set()
     for event in events_of(program):
         data = event.event.data
@@ -53,7 +49,7 @@ def orphans_of(program):
 
 
 @pytest.mark.parametrize("program", PROGRAMS.values(), ids=PROGRAMS)
-def test_a_real_stream_of_two_tiers_breaks_no_rule(program):
+def test_a_recorded_stream_of_two_tiers_breaks_no_rule(program):
     ledger = Ledger()
     host = program["offload"]["num_g2_blocks"]
     ledger.open((0, 0), first_id=0, num_blocks=program["capacity"], tier_blocks={HOST: host})
@@ -98,7 +94,7 @@ def test_the_index_finds_the_blocks_of_each_tier(program):
     assert {tier: len(blocks) for tier, blocks in held.items()} == {t: index.num_blocks(0, tier=t) for t in held}
 
 
-def test_many_of_them_offload_a_child_before_its_parent():
+def test_many_recorded_streams_offload_a_child_before_its_parent():
     tail_first = set()
     for name, program in PROGRAMS.items():
         host = set()

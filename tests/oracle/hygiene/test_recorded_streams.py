@@ -1,4 +1,4 @@
-"""What the real engines published goes through the ledger as it is: what it finds there is the engines' own."""
+"""Recorded streams of real engines go through the ledger unchanged: the problems found are the engines' own."""
 
 from collections import Counter
 from itertools import count
@@ -35,7 +35,7 @@ class Replayed:
 
 
 def steps_of(program):
-    """Operations and events of a program, until the real manager panicked."""
+    """Yield operations and events of a program until the real manager panicked."""
     for operation, *row in program["steps"]:
         if isinstance(row[0], dict):
             return
@@ -43,7 +43,7 @@ def steps_of(program):
 
 
 def logical(program, **options):
-    """Play the events of a recorded program of the logical manager; what is moved by hand has hashes of its own."""
+    """Play the events of a recorded program of the logical manager; blocks moved by hand have their own hashes."""
     replayed = Replayed(block_size=program["block_size"], num_blocks=program["capacity"], **options)
     for operation, events in steps_of(program):
         chained = operation[0] in ("alloc", "push")
@@ -57,7 +57,7 @@ def logical(program, **options):
 
 
 def engine(row):
-    """An event of vLLM or SGLang, whose hashes may be signed; they name no local hashes, so a block's own is taken."""
+    """Return an event of vLLM or SGLang; hashes may be signed, and each serves as its own local hash."""
     kind, *rest = row
     if kind == "S":
         parent, hashes, *_ = rest
@@ -79,7 +79,7 @@ def test_recorded_requests_over_lineage_and_lru_break_no_rule(recording, backend
         assert replayed.stream.events
 
 
-def test_requests_over_multi_lru_show_its_own_faults_and_no_error(recording):
+def test_requests_over_multi_lru_cause_only_its_own_warnings(recording):
     found = Counter()
     for program in recording("logical_multi_lru_requests.json.gz")["programs"]:
         replayed = logical(program, prefix_closed=False)
@@ -112,7 +112,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("backend", SCENARIOS)
-def test_scenarios_by_hand_break_their_intended_rules(recording, backend):
+def test_hand_made_scenarios_break_the_intended_rules(recording, backend):
     found = {}
     for program in recording("logical_scenarios.json.gz")["programs"]:
         if program["backend"] == backend:
@@ -137,7 +137,7 @@ def test_recorded_vllm_streams_break_no_rule_if_copies_are_counted(recording, ve
         assert replayed.end() == []
 
 
-def test_vllm_stores_and_removes_copies_which_as_a_set_are_false_alarms(recording):
+def test_vllms_copies_break_rules_if_blocks_are_unique(recording):
     found = Counter()
     for program in recording("vllm_0.33.0_random.json.gz"):
         replayed = Replayed()
@@ -149,14 +149,14 @@ def test_vllm_stores_and_removes_copies_which_as_a_set_are_false_alarms(recordin
 
 
 def sunk(num_blocks, size):
-    """A harness and a sink of it, for an engine that publishes every copy and names blocks in its own way."""
+    """Return a harness and its sink, for an engine that publishes every copy and names blocks in its own way."""
     kv = RouterHarness(EngineProfile(block_size=size), backend=None)
     return kv, kv.make_sink(num_blocks=num_blocks, residency="counted")
 
 
 @pytest.mark.parametrize("kind", ["random", "scenarios"])
 @pytest.mark.parametrize("version", ["0.19.1", "0.33.0"])
-def test_a_users_sink_finds_nothing_in_vllm(recording, version, kind):
+def test_a_sink_with_vllms_events_has_no_problems(recording, version, kind):
     stored = 0
     for program in recording(f"vllm_{version}_{kind}.json.gz"):
         kv, sink = sunk(program["usable_blocks"], program["block_size"])
@@ -170,7 +170,7 @@ def test_a_users_sink_finds_nothing_in_vllm(recording, version, kind):
 
 
 @pytest.mark.parametrize("kind", ["random", "scenarios"])
-def test_a_users_sink_finds_nothing_in_sglang(recording, kind):
+def test_a_sink_with_sglangs_events_has_no_problems(recording, kind):
     stored = 0
     for program in recording(f"sglang_0.5.23_{kind}.json.gz"):
         tokens, size = program.get("capacity_tokens"), program["page_size"]
@@ -185,7 +185,7 @@ def test_a_users_sink_finds_nothing_in_sglang(recording, kind):
 
 
 def sglang_steps(program):
-    """Steps and events; a scenario whose events wait until they are taken has none in between."""
+    """Yield steps and events; a scenario whose events are taken at its end has none in between."""
     for step in program["steps"]:
         yield step, [engine(row) for row in step.get("events", ())]
 

@@ -1,4 +1,4 @@
-"""What a report shows of many problems and of a long log."""
+"""The report of many problems and of a long log."""
 
 import asyncio
 from uuid import UUID
@@ -35,7 +35,7 @@ def positions(text):
     return [line.split()[0] for line in text.splitlines()[1:]]
 
 
-def test_of_many_problems_the_first_of_each_rule_is_shown_and_the_others_are_counted():
+def test_a_report_shows_the_first_problem_of_each_rule_and_counts_the_others():
     kv = RouterHarness()
     kv.apply([Removed((n,)) for n in range(1, SEVERAL)])
     kv.apply(Stored(5000, (1,), (1,)))
@@ -79,7 +79,7 @@ def lose_the_last_event(kv):
         (begin_batches_anew, "batch numbers of a wire go backwards"),
     ],
 )
-def test_a_gap_of_ids_says_which_it_is(happens, broken_when):
+def test_an_event_id_gap_states_its_kind(happens, broken_when):
     kv = RouterHarness()
     kv.apply(stored(0, 1))
     happens(kv)
@@ -88,7 +88,7 @@ def test_a_gap_of_ids_says_which_it_is(happens, broken_when):
 
 
 @pytest.mark.parametrize("rule", ["index_drift", "index_failure", "not_flushed"])
-def test_what_the_index_under_test_does_wrong_is_not_offered_to_be_allowed(rule):
+def test_problems_of_the_index_under_test_are_not_offered_as_allowed(rule):
     text = failure_text([Problem(rule, 0, 0, "observed", "expected")])
     assert f'expected? for the test:  kv_events.expect_error("{rule}")' in text
     assert "not your concern?" not in text
@@ -112,7 +112,7 @@ def test_hashes_below_65536_are_decimal_and_others_are_16_digits(block, text):
     assert problem.observed.startswith(f"block {text} ")
 
 
-def test_what_one_event_breaks_many_times_is_one_mark():
+def test_many_problems_of_one_event_are_one_mark():
     kv = RouterHarness()
     sink = kv.make_sink()
     sink(Removed((1,)))
@@ -129,7 +129,7 @@ def test_what_one_event_breaks_many_times_is_one_mark():
 
 @pytest.fixture
 def long():
-    """A hundred events, of which 3 and 40 name block 7, and 60 is wrong about it."""
+    """A hundred events; events 3 and 40 name block 7, and event 60 is wrong about it."""
     kv = RouterHarness()
     for n in range(100):
         special = {3: Stored(None, (7,), (7,)), 40: Removed((7,)), 60: Removed((7,))}
@@ -138,7 +138,7 @@ def long():
     return kv
 
 
-def test_a_short_log_is_shown_whole():
+def test_a_short_log_is_shown_in_full():
     kv = RouterHarness()
     kv.apply([Stored(None, (n,), (n,)) for n in range(1, 21)])
 
@@ -147,14 +147,14 @@ def test_a_short_log_is_shown_whole():
     assert [str(n) for n in range(20)] == positions(text)
 
 
-def test_a_long_log_is_shown_around_the_first_problem_and_where_its_block_is_named(long):
+def test_a_long_log_is_shown_around_the_first_problem_and_at_events_that_name_its_block(long):
     text = log_text(long.events, around=long.events.errors[0])
 
     assert text.splitlines()[0] == "100 events; those around the first problem, and those before that name its block"
     assert ["3", "40", "...", *map(str, range(48, 68)), "..."] == positions(text)
 
 
-def test_of_a_log_that_was_taken_from_the_rest_is_shown_around_the_problem():
+def test_a_log_without_its_taken_events_is_shown_around_the_problem():
     kv = RouterHarness()
     kv.apply([Stored(None, (n,), (n,)) for n in range(30)])
     kv.events.take()
@@ -165,7 +165,7 @@ def test_of_a_log_that_was_taken_from_the_rest_is_shown_around_the_problem():
     assert [*map(str, range(58, 78)), "..."] == positions(text)
 
 
-def test_around_a_problem_of_the_last_event_no_later_line_is_left_out():
+def test_a_problem_at_the_last_event_is_shown_with_the_events_before_it():
     kv = RouterHarness()
     kv.apply([Stored(None, (n,), (n,)) for n in range(30)])
     kv.apply(Removed((999,)))
@@ -173,11 +173,11 @@ def test_around_a_problem_of_the_last_event_no_later_line_is_left_out():
     assert [str(n) for n in range(11, 31)] == positions(log_text(kv.events, around=kv.events.errors[0]))
 
 
-def test_without_a_problem_its_end_is_shown(long):
+def test_without_a_problem_the_end_of_the_log_is_shown(long):
     assert ["60", "...", *map(str, range(80, 100))] == positions(log_text(long.events))
 
 
-def test_what_a_comparison_found_is_shown_around_the_last_event_that_names_its_block():
+def test_a_drift_is_shown_around_the_last_event_that_names_its_block():
     kv = RouterHarness()
     sink = kv.make_sink()
     sink.compare(lambda: range(1, 100))
@@ -191,7 +191,7 @@ def test_what_a_comparison_found_is_shown_around_the_last_event_that_names_its_b
     assert "   29  event 29  worker 65536  Stored blocks 30, 500 as a root" in text
 
 
-def test_a_block_far_down_in_an_event_is_named():
+def test_a_line_names_the_problems_block_if_its_list_is_shortened():
     kv = RouterHarness(EngineProfile(num_blocks=100))
     kv.apply([Stored(None, (n,), (n,)) for n in range(1, 31)])
     kv.apply([Removed(tuple(range(1, 9))), Removed((7,))])
@@ -203,7 +203,7 @@ def test_a_block_far_down_in_an_event_is_named():
 
 
 @pytest.mark.parametrize(("position", "first"), [(0, 0), (5, 0), (50, 38), (99, 80)])
-def test_wherever_the_problem_is_as_much_is_shown(long, position, first):
+def test_the_same_number_of_events_is_shown_wherever_the_problem_is(long, position, first):
     problem = long.events.errors[0]
     problem.position = position
 
@@ -214,8 +214,8 @@ def test_wherever_the_problem_is_as_much_is_shown(long, position, first):
 # ------------------------------------------------------------------------------------- the block that is named
 
 
-def test_a_short_log_and_the_message_show_the_block_far_down_in_an_event():
-    """Also one whose number stands in the line for another reason."""
+def test_a_short_log_and_the_message_name_a_block_of_a_shortened_list():
+    """Also if the digits of its number occur elsewhere in the line."""
     kv = RouterHarness(backend=None)
     kv.apply([Stored(None, (n,), (n,)) for n in (9, 3, 4, 2, 5)])
     kv.apply(Removed((9, 3, 4, 2, 5, 6)))
@@ -227,7 +227,7 @@ def test_a_short_log_and_the_message_show_the_block_far_down_in_an_event():
     assert log_text(kv.events).splitlines()[-1] == f"    5  {line}  !! block_not_found"
 
 
-def test_a_block_whose_digits_stand_elsewhere_in_the_line_is_shown_anyway():
+def test_a_block_of_a_shortened_list_is_named_although_its_digits_occur_in_the_line():
     kv = RouterHarness(backend=None)
     kv.apply([Stored(None, (10, 11, 12, 13, 1), (1, 2, 3, 4, 5)), Removed((1,)), Removed((1,))])
     problem = kv.judge().errors[0]
@@ -240,7 +240,7 @@ def test_a_block_whose_digits_stand_elsewhere_in_the_line_is_shown_anyway():
     ]
 
 
-def test_the_parent_that_a_warning_names_is_shown_too():
+def test_the_parent_of_an_orphan_warning_is_named_in_its_line():
     kv = RouterHarness(backend=None)
     kv.apply([Stored(None, (n,), (n,)) for n in (1, 2, 3, 4, 5)])
     kv.apply([Stored(5, (6,), (6,)), Removed((1, 2, 3, 4, 5))])
@@ -253,7 +253,7 @@ def test_the_parent_that_a_warning_names_is_shown_too():
 
 
 class SaysTwo:
-    """An index that answers for worker 2, whatever it is asked."""
+    """An index that returns worker 2 for every lookup."""
 
     def apply(self, event):
         pass
@@ -273,7 +273,7 @@ def test_a_block_that_only_another_worker_stored_is_shown():
     assert lines[1] == "    0  event 0  worker 1  Stored blocks 1, 2, 3, 4 and 1 more as a root"
 
 
-def test_drift_names_the_blocks_that_were_stored_first_first():
+def test_drift_names_blocks_in_the_order_in_which_they_were_stored():
     kv = RouterHarness(backend=None)
     sink = kv.make_sink()
     for data in (
@@ -305,7 +305,7 @@ def test_drifts_of_several_workers_are_listed_by_the_event_that_stored_their_blo
     assert [problem.blocks for problem in kv.events.errors] == [(2,), (3,), (4,)]
 
 
-def test_assert_in_sync_names_the_drift_that_is_oldest():
+def test_assert_in_sync_names_the_oldest_drift_first():
     kv = RouterHarness(backend=None)
     first, second = kv.make_sink(), kv.make_sink()
     first.compare(list)
@@ -328,7 +328,7 @@ class Deaf:
         return {}
 
 
-def test_drifts_that_one_flush_finds_are_listed_oldest_first():
+def test_drifts_found_by_one_flush_are_listed_oldest_first():
     kv = RouterHarness(backend=None, index=Deaf())
     kv.apply([Stored(None, (n,), (n,)) for n in (3, 1, 2)])
     asyncio.run(kv.aflush())
@@ -336,7 +336,7 @@ def test_drifts_that_one_flush_finds_are_listed_oldest_first():
     assert [problem.block for problem in kv.judge().errors] == [3, 1, 2]
 
 
-def test_drifts_that_the_end_of_a_test_finds_are_listed_oldest_first():
+def test_drifts_found_at_the_end_of_a_test_are_listed_oldest_first():
     kv = RouterHarness(backend=None, index=SaysTwo(), sync="end")
     for worker, block in ((1, 3), (0, 1), (1, 2)):
         kv.apply(Stored(None, (block,), (block,)), worker_id=worker)
@@ -354,7 +354,7 @@ RUN = tuple(range(LARGE, LARGE + 8))
 
 
 @pytest.mark.parametrize(("block", "text"), [(LARGE, TEXT), (SIGNED, SIGNED_TEXT), (65535, "65535"), (-5, "-5")])
-def test_a_block_reads_alike_in_log_message_and_headers(block, text):
+def test_a_hash_is_written_alike_in_log_message_and_details(block, text):
     kv = RouterHarness(backend=None)
     kv.apply([Stored(None, (block,), (65536,)), Removed((block,)), Removed((block,))])
     problem = kv.judge().errors[0]
@@ -367,7 +367,7 @@ def test_a_block_reads_alike_in_log_message_and_headers(block, text):
     assert log_text(kv.events).splitlines()[1] == f"    0  event 0  worker 0  Stored block {text} as a root"
 
 
-def test_a_reproduction_has_its_hashes_as_the_log_has_them():
+def test_a_reproduction_writes_hashes_like_the_log():
     breach = Breach("block_not_found", is_error=True, worker=(0, 0), block=LARGE, story="")
     events = (Stored(SIGNED, RUN, (1, 65535, 65536, 4, 5, 6, 7, 9)), Removed((SIGNED, 5)))
     steps = tuple(RouterEvent(0, KvCacheEvent(i, data)) for i, data in enumerate(events))
@@ -387,7 +387,7 @@ def refused(call, *arguments, **options):
     return str(error.value)
 
 
-def test_hashes_read_alike_in_what_managers_and_the_reference_index_refuse():
+def test_managers_and_the_reference_index_write_hashes_like_the_log():
     manager = create_manager("lineage", num_blocks=4)
     partial = UUID(int=7, version=4)
     gone = f"Deref of block {TEXT}: it is not active"
@@ -413,7 +413,7 @@ def test_hashes_read_alike_in_what_managers_and_the_reference_index_refuse():
     )
 
 
-def test_hashes_read_alike_in_what_events_and_moves_show_of_themselves():
+def test_events_and_moves_write_hashes_like_the_log():
     stored = Stored(SIGNED, (LARGE, 1), (65536, 2))
     text = (
         f"Stored(parent_hash={SIGNED_TEXT}, block_hashes=({TEXT}, 1), tokens_hashes=(0x0000000000010000, 2), "
@@ -432,14 +432,14 @@ def test_hashes_read_alike_in_what_events_and_moves_show_of_themselves():
     assert repr(error) == f"BlockNotFound(0, 0, 3, {TEXT}, <StorageTier.DEVICE: 'device'>)"
 
 
-def test_the_parent_that_a_fault_was_given_reads_as_in_the_log():
+def test_a_fault_writes_its_parent_like_the_log():
     kv = RouterHarness()
     fault = kv.faults.wrong_parent(parent=LARGE)
     assert repr(fault) == f"<kv_harness.faults.wrong_parent(1, parent={TEXT}): 0 injected>"
     fault.stop()
 
 
-def test_a_contract_says_what_is_resident_as_the_log_does():
+def test_a_contract_writes_resident_blocks_like_the_log():
     manager = create_manager("lineage", num_blocks=4)
     manager.use([LARGE])
     with pytest.raises(AssertionError) as error:

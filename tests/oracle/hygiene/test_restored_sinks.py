@@ -1,6 +1,4 @@
-"""A sink whose manager says that a block is gone which it holds fails by `compare`, unless it is one that restores
-blocks.
-"""
+"""A sink whose manager removes a block that it holds has drift, unless the sink declares `restores`."""
 
 import pytest
 
@@ -17,12 +15,12 @@ def publish(**options):
         return [problem.rule for problem in kv.events.problems]
 
 
-def test_drift_is_not_a_warning_where_a_held_block_is_stored_again_and_removed():
+def test_a_removed_of_a_held_block_that_was_stored_again_is_drift():
     with pytest.raises(EventRulesBroken, match="engine_drift"):
         publish()
 
 
-def test_a_manager_that_restores_blocks_declares_that():
+def test_restores_makes_a_removed_of_a_restored_block_a_warning():
     assert "evicted_and_restored" in publish(restores=True)
 
 

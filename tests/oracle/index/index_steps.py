@@ -1,7 +1,7 @@
 """A small language for tables of steps on a router index.
 
-Each step is called with an index and answers: None or the error's text for an event, the scores for a query, rows for
-a dump. A block that is not named by a pair has the sequence hash `base + local`.
+Each step is a callable that takes an index and returns: None or the error's text for an event, scores for a query,
+rows for a dump. A block that is not given as a pair has the sequence hash `base + local`.
 """
 
 from pytest_kvmock import Cleared, KvCacheEvent, Removed, RouterEvent, Stored, sequence_hashes
@@ -60,19 +60,19 @@ def dump(index):
 
 
 def play(index, steps):
-    """Answers of all steps, in order."""
+    """Return the answers of all steps, in order."""
     return [step(index) for step in steps]
 
 
 def chain(worker, local, before=(), *, rank=0):
-    """A Stored of `local` after the blocks `before`, with the sequence hashes that their chain has."""
+    """Return a Stored of `local` after the blocks `before`, with the sequence hashes of their chain."""
     hashes = sequence_hashes([*before, *local])
     start = len(before)
     return event(worker, Stored(hashes[start - 1] if start else None, tuple(hashes[start:]), tuple(local)), rank)
 
 
 def chain_removed(worker, local, *positions, rank=0):
-    """A Removed of the blocks at these positions of the chain `local`."""
+    """Return a Removed of the blocks at these positions of the chain `local`."""
     hashes = sequence_hashes(local)
     return event(worker, Removed(tuple(hashes[i] for i in positions)), rank)
 

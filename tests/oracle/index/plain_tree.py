@@ -1,6 +1,6 @@
-"""The rules of the index once more, as plainly as they can be written: sets of workers, dicts of children.
+"""The rules of the index again, written as plainly as possible: sets of workers, dicts of children.
 
-Nothing is shared with `pytest_kvmock.oracle.index.index` but the events. A query is answered for each worker by itself.
+It shares only the events with `pytest_kvmock.oracle.index.index`. A query is answered for each worker separately.
 """
 
 from pytest_kvmock import Removed, Stored
@@ -19,7 +19,7 @@ class PlainTree:
         self.e1 = e1
 
     def apply(self, event):
-        """Apply, and return the name of the broken rule or None."""
+        """Apply an event and return the name of the broken rule or None."""
         key = (event.worker_id, event.event.dp_rank)
         data = event.event.data
         if isinstance(data, Stored):
@@ -85,7 +85,7 @@ class PlainTree:
         return {key: depth for key in keys if (depth := self.depth(key, query))}
 
     def find_early(self, query, keys):
-        """As `find`, but no deeper than the first block that one worker alone is left with."""
+        """Do the same as `find`, but no deeper than the first block that only one worker holds."""
         full = self.find(query, keys)
         alone = (d for d in range(1, len(query) + 1) if sum(depth >= d for depth in full.values()) == 1)
         stop = next(alone, len(query))

@@ -1,8 +1,7 @@
-"""What engines with a draft model reuse of a prompt, by what their events promise: laws that hold at every look-up of
-the recordings.
+"""Laws for engines with a draft model at every recorded lookup: tokens reused, by blocks promised by the events.
 
-D is how many leading blocks of the prompt the reference index finds, which has been given all events; `n` are the
-prompt's tokens, of blocks of `b`.
+D is the number of leading blocks of the prompt that the reference index finds after all events; `n` is the number of
+the prompt's tokens, and `b` the block size.
 """
 
 from collections import Counter
@@ -17,7 +16,7 @@ PLAYER = player("engines/play_speculative.py")
 
 
 class Vllm(PLAYER.VllmPlayer):
-    """A player that gives the reference index all events, and notes each look-up."""
+    """A player that gives the reference index all events and records each lookup."""
 
     def __init__(self, program):
         super().__init__(program)
@@ -50,7 +49,7 @@ class Vllm(PLAYER.VllmPlayer):
         return answer
 
     def longest(self, request):
-        """Tokens that all groups can resume from, by the names that are held."""
+        """Return the tokens that all groups can resume from, by the names that are held."""
         geometry, n = self.geometry, len(request)
         most = min(n - 1, n - geometry.lookahead) // geometry.alignment * geometry.alignment
         ends = range(most, 0, -geometry.alignment)
@@ -86,9 +85,7 @@ class Vllm(PLAYER.VllmPlayer):
 
 
 def looked_up(programs):
-    """Of each look-up of programs: tokens, those of a block, blocks promised, tokens reused, and those that all
-    groups resume from.
-    """
+    """Yield for each lookup: tokens, block size, blocks promised, tokens reused, tokens all groups can resume from."""
     for program in programs:
         played = Vllm(program)
         for step in program["steps"]:
@@ -111,27 +108,27 @@ def alone(programs, *, drops, looks_ahead):
     ]
 
 
-def test_names_that_look_ahead_promise_exactly_what_is_reused(programs):
+def test_an_engine_with_look_ahead_reuses_exactly_the_promised_blocks(programs):
     seen = [*looked_up(alone(programs, drops=False, looks_ahead=True))]
     assert [row for row in seen if row[2] * row[1] != row[3]] == []
     assert sum(bool(row[3]) for row in seen) > 15
 
 
-def test_an_engine_that_drops_reuses_one_block_less_than_is_promised(programs):
+def test_an_engine_with_drop_reuses_one_block_less_than_promised(programs):
     seen = [*looked_up(alone(programs, drops=True, looks_ahead=False))]
     wrong = [(n, b, d, hit) for n, b, d, hit, _ in seen if hit != max(min(d, (n - 1) // b) - 1, 0) * b]
     assert wrong == []
     assert sum(bool(row[3]) for row in seen) > 15
 
 
-def test_an_engine_without_look_ahead_or_drop_reuses_all_promised_tokens_but_the_last(programs):
+def test_an_engine_without_look_ahead_or_drop_reuses_all_promised_blocks_before_the_last_token(programs):
     seen = [*looked_up(alone(programs, drops=False, looks_ahead=False))]
     assert [(n, b, d, hit) for n, b, d, hit, _ in seen if hit != min(d, (n - 1) // b) * b] == []
     assert sum(bool(row[3]) for row in seen) > 15
 
 
 @pytest.mark.parametrize("drops", [False, True])
-def test_of_several_groups_what_all_can_resume_from_is_reused_and_never_more_than_is_promised(programs, drops):
+def test_with_several_groups_only_tokens_that_all_can_resume_from_are_reused(programs, drops):
     of_several = [each for each in programs if len(each["groups"]) > 1 and each["facts"]["drop"] == drops]
     seen = [*looked_up(of_several)]
     assert [row for row in seen if row[3] != row[4]] == []
@@ -140,7 +137,7 @@ def test_of_several_groups_what_all_can_resume_from_is_reused_and_never_more_tha
 
 
 class Sglang(PLAYER.SglangPlayer):
-    """As `Vllm`, of SGLang's."""
+    """Records lookups of SGLang like `Vllm`."""
 
     def __init__(self, program):
         super().__init__(program)
@@ -159,7 +156,7 @@ class Sglang(PLAYER.SglangPlayer):
 
 
 @pytest.mark.parametrize("pairs", [True, False])
-def test_pages_of_sglang_are_reused_as_they_are_promised_but_for_the_last_tokens(recording, pairs):
+def test_sglang_reuses_all_promised_pages_before_the_last_tokens(recording, pairs):
     seen = []
     for program in recording("sglang_0.5.23_eagle.json.gz"):
         if program["kind"] == "swa" or program["bigrams"] != pairs:

@@ -1,4 +1,4 @@
-"""What the index forgets of removed blocks shows in nothing but its memory."""
+"""An index that forgets nodes of removed blocks changes only its memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ BLOCKS, LOCALS, DEPTH = range(100, 108), range(3), 3
 
 
 def program(seed, length=60):
-    """Events that no honest engine sends: one name in several places, several names in one, parents removed first."""
+    """Yield events of no real engine: one name in several places, several names in one, parents removed first."""
     rng = Random(seed)
     for number in range(length):
         worker = rng.randrange(2)
@@ -31,7 +31,7 @@ def program(seed, length=60):
 
 
 def answers(seed):
-    """What an index answers after each event, or raises."""
+    """Yield the answer or error of an index after each event."""
     index = RadixIndex()
     for event in program(seed):
         try:
@@ -44,20 +44,20 @@ def answers(seed):
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_an_index_that_forgets_at_once_answers_the_same(seed, monkeypatch):
+def test_an_index_that_forgets_nodes_at_once_gives_the_same_answers(seed, monkeypatch):
     forgetting_late = list(answers(seed))
     monkeypatch.setattr(tree, "_DEAD", 0)
     assert forgetting_late == list(answers(seed))
 
 
 def nodes():
-    """How many there are in this process."""
+    """Return the number of nodes in this process."""
     gc.collect()
     return sum(type(each) is tree.Node for each in gc.get_objects())
 
 
 @pytest.mark.parametrize("least", [0, 2**64 - 2_000])
-def test_the_index_keeps_few_nodes_of_blocks_that_are_gone(least):
+def test_an_index_keeps_few_nodes_of_removed_blocks(least):
     before = nodes()
     index = RadixIndex()
     index.apply(RouterEvent(0, KvCacheEvent(0, Stored(None, (1,), (1,)))))

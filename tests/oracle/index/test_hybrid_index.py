@@ -1,6 +1,4 @@
-"""Hybrid models in the reference index: it answers the dense chain of the attention group, by recorded streams and
-by hand.
-"""
+"""Hybrid models in the reference index: it returns the dense chain of the attention group."""
 
 import pytest
 from hybrid_streams import Look, hybrid_streams, payload
@@ -16,7 +14,7 @@ WINDOW = group_extra(0, "sliding_window", 8)
 
 
 def looked_up(stream):
-    """Each lookup of a stream with what the index answers then, and how often each group holds each block."""
+    """Yield each lookup of a stream, the index's answer, and the number of copies of each block in each group."""
     index, copies, next_id = RadixIndex(count_copies=True), {}, 0
     for part in stream.parts:
         if isinstance(part, Look):
@@ -35,17 +33,17 @@ def looked_up(stream):
 
 
 def streams_of(recording):
-    """The streams whose local hashes tell prompts apart as the engine's names do: its wire says nothing of a salt."""
+    """Return the streams whose local hashes distinguish prompts as the engine's names do: the wire shows no salt."""
     streams = hybrid_streams(recording("vllm_0.33.0_hybrid_streams.json.gz"))
     return [s for s in streams if not any(isinstance(part, Look) and part.prompt.salt for part in s.parts)]
 
 
-def test_it_answers_the_dense_chain_and_the_engine_reuses_no_more_of_it(recording):
+def test_the_index_returns_the_dense_chain_and_the_engine_reuses_no_more(recording):
     looks = less = 0
     for stream in streams_of(recording):
         group, size = stream.attention
         for look, found, copies in looked_up(stream):
-            if group is None or size % stream.unit:  # no attention group; or nothing is cached
+            if group is None or size % stream.unit:  # no attention group, or nothing is cached
                 continue
             names, tokens = look.prompt.names(stream.unit), len(look.prompt.tokens)
 
@@ -57,13 +55,13 @@ def test_it_answers_the_dense_chain_and_the_engine_reuses_no_more_of_it(recordin
                 dense += size
             assert dense == found * size, stream.name
 
-            dense = min(dense, (tokens - 1) // size * size)  # of the last token there is always something to compute
+            dense = min(dense, (tokens - 1) // size * size)  # the last token is always computed
             inside = range(dense + stream.unit, min(tokens - 1, dense + size - 1) + 1, stream.unit)
             most = max([dense, *(end for end in inside if holds(end))])
             assert look.computed_tokens <= most, stream.name
             looks, less = looks + 1, less + (look.computed_tokens < most)
     assert looks > 400
-    assert less > 60  # the attention group has it, and another has not
+    assert less > 60  # the attention group has the blocks, and another group has not
 
 
 def test_a_stream_without_an_attention_group_is_not_an_error(recording):
@@ -97,7 +95,7 @@ def index():
     return Index()
 
 
-def test_sparse_groups_neither_shorten_nor_lengthen_what_is_found(index):
+def test_sparse_groups_do_not_change_the_length_of_a_match(index):
     index(SparseStored(None, (2,), 8, 4), WINDOW)
     assert index.found(11, 12) == 0
     index(Stored(None, (1, 2), (11, 12)), FULL, size=4)
@@ -111,7 +109,7 @@ def test_sparse_groups_neither_shorten_nor_lengthen_what_is_found(index):
     assert index.found(11, 12, 13) == 1
 
 
-def test_the_attention_group_is_told_by_its_kind_even_if_no_other_group_has_stored(index):
+def test_the_attention_group_is_known_by_its_kind_even_if_no_other_group_has_stored(index):
     index(Stored(None, (1,), (11,)), group_extra(6), size=4)
     index(Removed((1,)), group_extra(2))
     assert index.found(11) == 1
@@ -120,7 +118,7 @@ def test_the_attention_group_is_told_by_its_kind_even_if_no_other_group_has_stor
     assert index.found(11) == 1
 
 
-def test_a_dump_is_of_the_attention_group_and_has_each_copy_that_is_counted():
+def test_a_dump_has_each_counted_copy_of_the_attention_group_only():
     index, again = Index(count_copies=True), RadixIndex(count_copies=True)
     for _ in range(2):
         index(Stored(None, (1,), (11,)), WINDOW, size=4)
@@ -150,10 +148,10 @@ def test_each_worker_has_its_own_groups(index):
 
 
 @pytest.mark.parametrize("counts", [False, True])
-def test_a_tail_is_not_a_block(counts):
+def test_a_prompt_tail_is_not_a_block(counts):
     index = Index(count_copies=counts)
     index(Stored(None, (6,), (16,)), group_extra(0, "mamba"), size=4)
-    index(Stored(70, (7,), (17,)), FULL, size=2)  # before anything says how large blocks are
+    index(Stored(70, (7,), (17,)), FULL, size=2)  # before the block size is known
     index(Stored(None, (1, 2), (11, 12)), FULL, size=4)
     index(Stored(2, (8,), (18,)), FULL, size=2)
     index(Stored(2, (8,), (18,)), FULL, size=2)
@@ -173,7 +171,7 @@ def test_a_tail_is_not_a_block(counts):
         index(Stored(70, (9,), (19,)), FULL, size=4)
 
 
-def test_a_location_makes_no_block_known(index):
+def test_a_located_event_makes_no_block_known(index):
     index(Located((1,)))
     index(Located((1, 2)), tier=StorageTier.HOST_PINNED)
     index(Stored(None, (1,), (11,)))

@@ -1,4 +1,4 @@
-"""What a router index does, scenario by scenario (those of Dynamo's own indexer tests, and our own on top)."""
+"""The router index, scenario by scenario: those of Dynamo's own indexer tests, and more."""
 
 import gc
 import pickle
@@ -195,7 +195,7 @@ SCENARIOS = {
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS.values(), ids=SCENARIOS)
-def test_scenario(index, scenario):
+def test_each_scenario_gives_the_expected_answers(index, scenario):
     for number, (expected, step) in enumerate(scenario):
         assert step(index) == expected, f"step {number}"
 
@@ -212,14 +212,14 @@ def test_scenario(index, scenario):
         ({0: 4, 1: 2, 2: 1}, {(0, 0): 4, (1, 0): 2, (2, 0): 1}, {(0, 0): 3, (1, 0): 2, (2, 0): 1}),
     ],
 )
-def test_early_exit_stops_at_the_first_block_that_one_rank_alone_holds(index, stored, full, early):
+def test_early_exit_stops_at_the_first_block_that_only_one_rank_holds(index, stored, full, early):
     for worker, depth in stored.items():
         apply_all(index, chain(worker, [1, 2, 3, 4, 5][:depth]))
     assert OverlapScores(full) == index.find_matches([1, 2, 3, 4, 5])
     assert OverlapScores(early) == index.find_matches([1, 2, 3, 4, 5], early_exit=True)
 
 
-def test_forty_workers_are_told_apart(index):
+def test_forty_workers_each_get_their_own_depth(index):
     for worker in range(40):
         apply_all(index, chain(worker, range(1, worker + 2)))
     assert {(w, 0): w + 1 for w in range(40)} == index.find_matches(range(1, 41)).scores
@@ -232,45 +232,45 @@ def test_forty_workers_are_told_apart(index):
 
 
 @pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 96])
-def test_long_sequences_are_found_whole(index, length):
+def test_long_sequences_are_found_in_full(index, length):
     apply_all(index, chain(0, range(1, length + 1)))
     assert {(0, 0): length} == index.find_matches(range(1, length + 1)).scores
     assert {(0, 0): length} == index.find_matches(range(1, length + 20)).scores
 
 
 @pytest.mark.parametrize("at", [31, 32, 33, 63, 64, 65, 97])
-def test_a_query_that_departs_from_a_long_sequence_gets_the_depth_until_then(index, at):
+def test_a_query_that_diverges_from_a_long_sequence_matches_up_to_there(index, at):
     apply_all(index, chain(0, range(1, 129)))
     assert {(0, 0): at} == index.find_matches([*range(1, at + 1), *range(1001, 1020)]).scores
 
 
-def test_a_branch_in_a_long_sequence(index):
+def test_a_branch_of_a_long_sequence_is_found(index):
     apply_all(index, chain(0, range(1, 61)), chain(0, range(1001, 1031), range(1, 31)))
     assert index.find_matches(range(1, 61)).scores == {(0, 0): 60}
     assert index.find_matches([*range(1, 31), *range(1001, 1031)]).scores == {(0, 0): 60}
     assert index.find_matches([*range(1, 31), 5]).scores == {(0, 0): 30}
 
 
-def test_a_block_removed_late_in_a_long_sequence(index):
+def test_a_block_removed_late_in_a_long_sequence_ends_the_match(index):
     apply_all(index, chain(0, range(1, 101)), chain_removed(0, range(1, 101), 79))
     assert index.find_matches(range(1, 101)).scores == {(0, 0): 79}
 
 
-def test_twenty_continuations_of_ten(index):
+def test_twenty_continuations_of_ten_blocks_are_one_sequence(index):
     for start in range(0, 200, 10):
         apply_all(index, chain(0, range(start + 1, start + 11), range(1, start + 1)))
     assert index.find_matches(range(1, 201)).scores == {(0, 0): 200}
     assert index.num_blocks(0) == 200
 
 
-def test_workers_of_different_depths_each_get_their_own(index):
+def test_workers_with_different_depths_each_get_their_own(index):
     depths = {0: 10, 1: 20, 2: 35, 3: 64, 4: 100}
     for worker, depth in depths.items():
         apply_all(index, chain(worker, range(1, depth + 1)))
     assert {(w, 0): d for w, d in depths.items()} == index.find_matches(range(1, 101)).scores
 
 
-def test_a_thousand_blocks_and_a_departure_in_the_middle(index):
+def test_two_sequences_of_a_thousand_blocks_may_diverge_in_the_middle(index):
     apply_all(index, chain(0, range(1, 1001)), chain(1, [*range(1, 500), *range(5001, 5502)]))
     assert index.find_matches(range(1, 1001)).scores == {(0, 0): 1000, (1, 0): 499}
     assert index.find_matches(range(1, 501)).scores == {(0, 0): 500, (1, 0): 499}
@@ -303,7 +303,7 @@ def test_a_prompt_under_another_adapter_or_namespace_does_not_match(index, salt)
 # ------------------------------------------------------------------------------------------------- accounting
 
 
-def test_sizes_follow_stored_and_removed_blocks_and_count_none_twice(index):
+def test_block_counts_follow_stored_and_removed_blocks_without_counting_twice(index):
     assert (index.num_blocks(0), index.workers) == (0, [])
     apply_all(index, chain(0, [1, 2, 3]), chain(0, [1, 2, 3]), chain(0, [9], [1, 2]), chain(0, [1], rank=1))
     assert (index.num_blocks(0), index.num_blocks(0, 1)) == (4, 1)
@@ -320,7 +320,7 @@ def test_a_cleared_worker_stays_known_and_a_removed_one_does_not(index):
     assert index.workers == [(1, 3)]
 
 
-def test_only_e1_clears_all_ranks_of_the_worker():
+def test_a_cleared_empties_all_ranks_of_its_worker_only_with_clears_worker():
     left = {}
     for clears in ("rank", "worker"):
         index = RadixIndex(clears=clears)
@@ -332,7 +332,7 @@ def test_only_e1_clears_all_ranks_of_the_worker():
 # ----------------------------------------------------------------------------------------------------- errors
 
 
-def test_an_unknown_parent_leaves_everything_as_it_was(index):
+def test_an_unknown_parent_leaves_the_index_unchanged(index):
     apply_all(index, chain(0, [1, 2]), chain(1, [1, 2, 3]))
     before = index.dump_events()
     with pytest.raises(ParentBlockNotFound) as caught:
@@ -358,7 +358,7 @@ def test_a_rejected_first_event_leaves_the_worker_unknown(index):
     assert index.workers == []
 
 
-def test_one_unknown_block_of_a_removed_does_not_save_the_others(index):
+def test_an_unknown_block_in_a_removed_does_not_keep_the_other_blocks(index):
     apply_all(index, chain(0, [1, 2, 3]))
     hashes = sequence_hashes([1, 2, 3])
     with pytest.raises(BlockNotFound) as caught:
@@ -371,7 +371,7 @@ def test_one_unknown_block_of_a_removed_does_not_save_the_others(index):
     )
 
 
-def test_a_block_under_itself_is_refused_and_what_stands_before_it_is_stored(index):
+def test_a_block_under_itself_is_refused_and_the_blocks_before_it_are_stored(index):
     assert play(index, [store(4, [1, 2, (102, 3), 4])]) == [INVALID]
     assert index.find_matches([1, 2]).scores == {(4, 0): 2}
     with pytest.raises(
@@ -381,7 +381,7 @@ def test_a_block_under_itself_is_refused_and_what_stands_before_it_is_stored(ind
     assert (caught.value.rule, caught.value.block_hash) == ("invalid_block", 102)
 
 
-def test_errors_are_one_family_of_value_errors_and_travel_between_processes():
+def test_index_errors_are_value_errors_and_can_be_pickled():
     for error in (ParentBlockNotFound, BlockNotFound, InvalidBlockSequence):
         made = error(1, 2, 3, 4, StorageTier.DISK)
         copy = pickle.loads(pickle.dumps(made))
@@ -414,7 +414,7 @@ def test_invalid_values_of_clears_are_refused(clears):
 # ----------------------------------------------------------------------------------------------------- cycles
 
 
-def test_a_cycle_of_two_blocks_answers_and_dumps_and_replays(index):
+def test_a_cycle_of_two_blocks_can_be_queried_dumped_and_replayed(index):
     steps = [store(0, [1, 2, 3]), store(0, [4], 103), store(0, [3], 104)]
     assert play(index, steps) == [OK] * 3
     assert index.find_matches([1, 2, 3, 4, 3, 4, 3, 4, 3, 9]).scores == {(0, 0): 9}
@@ -426,7 +426,7 @@ def test_a_cycle_of_two_blocks_answers_and_dumps_and_replays(index):
     assert copy.find_matches([1, 2, 3, 4, 3, 4, 3, 4, 3, 9]).scores == {(0, 0): 9}
 
 
-def test_a_refused_self_parent_leaves_the_edge_that_dynamo_leaves_and_the_dump_ends(index):
+def test_a_refused_self_parent_leaves_the_same_edge_as_in_dynamo_and_the_dump_ends(index):
     assert play(index, [store(0, [1, 2, 3]), store(0, [3], 103)]) == [OK, INVALID]
     assert index.find_matches([1, 2, 3, 3, 3]).scores == {(0, 0): 5}
     assert dump(index) == [(0, 0, None, (101,)), (0, 0, 101, (102,)), (0, 0, 102, (103,))]
@@ -447,7 +447,7 @@ def test_a_cycle_can_be_cleared_and_its_worker_removed(index):
 # ------------------------------------------------------------------------------------------------------- dump
 
 
-def test_a_dump_has_one_block_an_event_and_ids_from_zero(index):
+def test_a_dump_has_one_event_per_block_and_ids_from_zero(index):
     apply_all(index, chain(0, [1, 2, 3]), chain(1, [1, 9], rank=2))
     dumped = index.dump_events()
     assert [e.event.event_id for e in dumped] == [0, 1, 2, 3, 4]
@@ -463,7 +463,7 @@ def test_a_dump_has_one_block_an_event_and_ids_from_zero(index):
     ] == dump(index)
 
 
-def test_a_dump_leaves_out_what_no_query_reaches(index):
+def test_a_dump_omits_blocks_that_no_query_reaches(index):
     play(index, [store(0, [1, 2, 3]), store(1, [1, 2, 3]), remove(0, [102])])
     assert dump(index) == [(0, 0, None, (101,)), (1, 0, None, (101,)), (1, 0, 101, (102,)), (1, 0, 102, (103,))]
 

@@ -24,7 +24,7 @@ queries = st.lists(small, max_size=7)
 
 @st.composite
 def any_event(draw):
-    """Events that need not make sense: few hashes, so that they collide, name themselves and make cycles."""
+    """Events that need not make sense: few hashes, so that they collide, are their own parents and make cycles."""
     kind = draw(st.sampled_from("SSSSRRC"))
     if kind == "S":
         blocks = draw(st.lists(st.tuples(hashes, small), max_size=4))
@@ -52,7 +52,7 @@ def rule_of(index, reported):
 @given(
     st.lists(any_event() | any_event() | any_event() | calls, max_size=25), st.lists(queries, min_size=3), st.booleans()
 )
-def test_any_stream_gives_the_verdicts_and_matches_of_the_plain_tree(steps, asked, e1):
+def test_any_stream_gives_the_same_errors_and_matches_as_the_plain_tree(steps, asked, e1):
     index, model = RadixIndex(clears="worker" if e1 else "rank"), PlainTree(e1=e1)
     for step in steps:
         if isinstance(step, tuple):
@@ -68,7 +68,7 @@ def test_any_stream_gives_the_verdicts_and_matches_of_the_plain_tree(steps, aske
 
 
 def random_step(rnd):
-    """As `any_event` and `calls`, without Hypothesis: it makes longer streams in less time, and has no shrinking."""
+    """Return a step like `any_event` and `calls`, without Hypothesis: longer streams in less time, no shrinking."""
     worker, rank, kind = rnd.randrange(WORKERS), rnd.randrange(RANKS), rnd.random()
     if kind < 0.04:
         return rnd.choice(["remove_worker", "clear_all_blocks"]), worker
@@ -85,7 +85,7 @@ def random_step(rnd):
 
 
 @pytest.mark.parametrize("seed", range(100))
-def test_long_streams_give_the_verdicts_and_matches_of_the_plain_tree(seed):
+def test_long_streams_give_the_same_errors_and_matches_as_the_plain_tree(seed):
     rnd = random.Random(seed)
     e1 = rnd.random() < 0.5
     index, model = RadixIndex(clears="worker" if e1 else "rank"), PlainTree(e1=e1)
@@ -104,7 +104,7 @@ def test_long_streams_give_the_verdicts_and_matches_of_the_plain_tree(seed):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(st.lists(any_event(), max_size=20))
-def test_a_dump_ends_and_replays_without_an_error_on_any_stream(steps):
+def test_a_dump_of_any_stream_ends_and_replays_without_an_error(steps):
     index = RadixIndex()
     for step in steps:
         rule_of(index, step)
@@ -116,7 +116,7 @@ def test_a_dump_ends_and_replays_without_an_error_on_any_stream(steps):
 
 @st.composite
 def sane_stream(draw, *, leaves_first):
-    """What honest engines say: hashes that are chains, parents that are held, blocks removed that are held."""
+    """Events of a right engine: hashes are chains, parents are held, removed blocks are held."""
     held = {}
     events = []
     for _ in range(draw(st.integers(0, 20))):
@@ -143,7 +143,7 @@ def sane_stream(draw, *, leaves_first):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(sane_stream(leaves_first=True), st.lists(queries, min_size=3))
-def test_an_honest_stream_is_a_set_of_prefixes_for_each_worker(stream, asked):
+def test_a_right_stream_gives_a_set_of_prefixes_per_worker(stream, asked):
     events, held = stream
     index = RadixIndex()
     for reported in events:
@@ -164,7 +164,7 @@ def rows(index):
 
 @settings(max_examples=examples(150), deadline=None)
 @given(sane_stream(leaves_first=False), st.lists(queries, min_size=3))
-def test_a_replayed_dump_is_the_same_index(stream, asked):
+def test_replaying_a_dump_gives_the_same_index(stream, asked):
     index, copy = RadixIndex(), RadixIndex()
     for reported in stream[0]:
         index.apply(reported)
@@ -192,7 +192,7 @@ def test_a_copy_of_an_index_is_equal_and_independent(before, after, asked):
         assert again.find_matches(query) == index.find_matches(query)
 
 
-def test_a_long_chain_is_copied():
+def test_a_long_chain_can_be_deep_copied():
     index = RadixIndex(count_copies=True)
     index.apply(chain(0, range(5_000)))
     assert copy.deepcopy(index).find_matches(range(5_000)).scores == {(0, 0): 5_000}
@@ -200,7 +200,7 @@ def test_a_long_chain_is_copied():
 
 @settings(max_examples=examples(500))
 @given(st.lists(any_event(), max_size=25), st.lists(queries, min_size=1, max_size=4), st.booleans())
-def test_blocks_removed_at_once_are_those_removed_one_event_after_the_other(events, asked, count_copies):
+def test_removing_blocks_at_once_equals_removing_them_one_by_one(events, asked, count_copies):
     one_by_one, at_once = RadixIndex(count_copies=count_copies), RadixIndex(count_copies=count_copies)
     for each in events:
         if isinstance(each.data, Removed):

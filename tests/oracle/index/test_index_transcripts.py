@@ -1,7 +1,7 @@
-"""Transcripts of the real tree, ai-dynamo-runtime 1.1.1 and 1.2.1: what it answered, step by step.
+"""Transcripts of the real tree, ai-dynamo-runtime 1.1.1 and 1.2.1: its answers, step by step.
 
-Blocks written 1 to 9 have the local hashes 1 to 9 and the sequence hashes 101 to 109. Where 1.2.1 takes two sets of
-workers of one size for the same set, the row says so and the expected value is that of an exact intersection.
+Blocks written 1 to 9 have the local hashes 1 to 9 and the sequence hashes 101 to 109. 1.2.1 takes two sets of workers
+of equal size for the same set; rows where this shows say so, and expect the value of an exact intersection.
 """
 
 import pytest
@@ -162,13 +162,13 @@ TRANSCRIPTS = {
 
 
 @pytest.mark.parametrize("transcript", TRANSCRIPTS.values(), ids=TRANSCRIPTS)
-def test_the_index_answers_as_the_recorded_tree(transcript):
+def test_the_index_gives_the_answers_of_the_recorded_tree(transcript):
     index = RadixIndex(clears="worker")
     for number, (expected, step) in enumerate(transcript):
         assert step(index) == expected, f"step {number}"
 
 
-def test_by_default_cleared_empties_the_rank_that_said_it():
+def test_by_default_a_cleared_empties_only_the_rank_that_published_it():
     index = RadixIndex()
     for _, step in TRANSCRIPTS["ranks"]:
         answer = step(index)

@@ -1,6 +1,4 @@
-"""Tiers of an engine that publishes places of names, as vLLM does where it offloads: by recorded streams and by
-hand.
-"""
+"""Tiers of an engine that publishes locations of names, as vLLM does with offload: recorded and hand-made streams."""
 
 from collections import Counter
 from contextlib import nullcontext
@@ -19,7 +17,7 @@ DEVICE, HOST, DISK, _ = StorageTier
 
 
 def programs_of(recording):
-    """Programs in which the host is never reset, which no event says."""
+    """Yield the programs in which the host is never reset: no event reports a reset."""
     value = recording("vllm_0.33.0_offload_streams.json.gz")
     for number, program in enumerate(value["programs"]):
         if not any(entry[0] == "reset" and entry[2] for entry in program["log"]):
@@ -27,7 +25,7 @@ def programs_of(recording):
 
 
 def answers(index, program, fields):
-    """After each batch, for the last prompts: the index's blocks of the device and of the host, and the right ones."""
+    """Yield after each batch, for the last prompts: blocks that the index finds on device and host, and right ones."""
     size, chunk = program["config"]["block_size"], program["config"]["blocks_per_chunk"]
     held, prompts, next_id = {"GPU": Counter(), "CPU": Counter()}, [], 0
     for kind, *entry in program["log"]:
@@ -57,10 +55,10 @@ def answers(index, program, fields):
             yield tuple(found.get(tier, {}).get((0, 0), 0) for tier in (DEVICE, HOST)), right
 
 
-def test_it_answers_as_the_engine_would(recording):
+def test_the_index_returns_what_the_engine_would_reuse(recording):
     looks = below = 0
     for number, program, fields in programs_of(recording):
-        if number == 13:  # a fault of the engine's own: it removes what it never stored
+        if number == 13:  # a fault of the engine: it removes a block that it never stored
             continue
         index = RadixIndex(count_copies=True, chunk=program["config"]["blocks_per_chunk"], clears_below=False)
         for found, right in answers(index, program, fields):
@@ -70,7 +68,7 @@ def test_it_answers_as_the_engine_would(recording):
     assert below > 500
 
 
-def test_chunks_of_one_need_no_option(recording):
+def test_chunks_of_one_block_need_no_chunk_option(recording):
     seen = 0
     for number, program, fields in programs_of(recording):
         if program["config"]["blocks_per_chunk"] == 1:
@@ -100,10 +98,10 @@ CHAIN = Stored(None, (1, 2, 3, 4), (11, 12, 13, 14))
 LOCAL = (11, 12, 13, 14)
 
 
-def test_from_the_start_on_the_device_first_then_the_host_and_no_way_back():
+def test_a_match_goes_from_the_device_to_the_host_and_not_back():
     index = Index()
     index(CHAIN)
-    index(Located((4, 2, 3)), HOST)  # in any order
+    index(Located((4, 2, 3)), HOST)  # the order does not matter
     assert index.found(*LOCAL) == {"device": 4}
     index(Removed((2,)))
     assert index.found(*LOCAL) == {"device": 1, "host_pinned": 3}
@@ -113,7 +111,7 @@ def test_from_the_start_on_the_device_first_then_the_host_and_no_way_back():
     assert index.found(*LOCAL) == {}
 
 
-def test_a_location_may_come_before_what_it_is_of_and_after_that_is_gone():
+def test_a_location_may_come_before_its_block_is_stored_and_after_it_is_removed():
     index = Index(chunk=1)
     index(Located((2,)), HOST)
     index(CHAIN)
@@ -123,10 +121,10 @@ def test_a_location_may_come_before_what_it_is_of_and_after_that_is_gone():
     assert index.found(*LOCAL) == {"device": 1, "host_pinned": 2}
 
 
-def test_part_of_a_chunk_is_worth_nothing():
+def test_blocks_of_an_incomplete_chunk_do_not_count():
     index = Index(chunk=2)
     index(CHAIN)
-    index(Located((2, 4)), HOST)  # each the last of its chunk
+    index(Located((2, 4)), HOST)  # each is the last block of its chunk
     index(Removed((4,)))
     assert index.found(*LOCAL) == {"device": 3}
     index(Removed((3, 2)))
@@ -134,7 +132,7 @@ def test_part_of_a_chunk_is_worth_nothing():
     assert index.found(*LOCAL[:3]) == {"device": 1}
 
 
-def test_copies_are_counted_below_whatever_they_are_on_the_device():
+def test_copies_are_counted_below_the_device_even_if_they_are_not_on_the_device():
     index = Index(chunk=2)
     for last in (3, 4):
         index(Stored(None, (1, 2, last), (11, 12, last)), HOST)
@@ -146,14 +144,14 @@ def test_copies_are_counted_below_whatever_they_are_on_the_device():
 
 
 @pytest.mark.parametrize("clears", ["rank", "worker"])
-def test_a_removed_below_the_device_may_name_what_is_not_there_from_1_6_on(clears):
+def test_since_1_6_a_removed_below_the_device_may_name_unknown_blocks(clears):
     index = Index(chunk=2, clears=clears)
     with pytest.raises(BlockNotFound) if clears == "worker" else nullcontext():
         index(Removed((2, 9)), HOST)
 
 
 @pytest.mark.parametrize("clears_below", [True, False])
-def test_a_cleared_empties_what_it_empties_of_that_engine(clears_below):
+def test_a_cleared_empties_the_tiers_that_clears_below_says(clears_below):
     index = Index(clears_below=clears_below)
     index(CHAIN)
     index(Located((1, 2)), HOST)
@@ -167,7 +165,7 @@ def test_a_cleared_empties_what_it_empties_of_that_engine(clears_below):
     assert index.index.workers == []
 
 
-def test_what_the_host_had_before_the_first_location_stays_there():
+def test_host_blocks_from_before_the_first_location_stay():
     index = Index()
     index(CHAIN)
     index(Stored(2, (3,), (13,)), HOST)
@@ -179,7 +177,7 @@ def test_what_the_host_had_before_the_first_location_stays_there():
     assert index.index.find_tiered(LOCAL)[HOST] == {(0, 0): 2}
 
 
-def test_locations_of_other_groups_are_none_of_the_attention_group():
+def test_locations_of_other_groups_do_not_count_for_the_attention_group():
     index = Index(chunk=1)
     index(CHAIN, extra=group_extra(1))
     index(Removed((4,)), extra=group_extra(1))
@@ -202,7 +200,7 @@ def test_a_dump_builds_an_index_with_the_same_answers():
     assert {DEVICE: {(0, 0): 2}, HOST: {(0, 0): 2}} == index.index.find_tiered(LOCAL) == again.find_tiered(LOCAL)
 
 
-def test_names_of_blocks_in_no_tier_are_forgotten_in_the_end(monkeypatch):
+def test_names_of_blocks_in_no_tier_are_eventually_forgotten(monkeypatch):
     monkeypatch.setattr(locations, "MOST_NAMES", 3)
     index = Index(chunk=1)
     index(Located((2,)), HOST)

@@ -1,7 +1,7 @@
-"""The tiers below the device against recordings of Dynamo's own (kv-router 1.2.1): random programs, query by query.
+"""Tiers below the device against recordings of Dynamo's own (kv-router 1.2.1): random programs, query by query.
 
-Streams that 1.2.1 answers wrongly by accident are not in them: all workers name a block alike, and an unknown block
-comes last in its Removed (see `lower_tier.py`).
+They omit streams that 1.2.1 answers wrongly by accident: all workers name a block alike, and an unknown block is the
+last of its Removed (see `lower_tier.py`).
 """
 
 import gzip
@@ -19,14 +19,14 @@ PROGRAMS = json.loads(gzip.decompress(DATA.read_bytes()))["programs"]
 
 
 def recorded(answer):
-    """The blocks by tier, as `find_tiered` has them: Dynamo's answer names tiers without any, too."""
+    """Return the blocks by tier, as `find_tiered` has them: Dynamo's answer also names empty tiers."""
     return {
         tier: {(worker, rank): blocks for worker, rank, blocks in scores} for tier, scores in answer.items() if scores
     }
 
 
 @pytest.mark.parametrize("program", PROGRAMS, ids=lambda program: program["seed"])
-def test_a_query_continues_through_the_tiers_as_in_dynamo(program):
+def test_a_query_continues_through_the_tiers_like_dynamos(program):
     index = RadixIndex(clears="worker")
     for kind, argument, answer in program["steps"]:
         if kind == "event":

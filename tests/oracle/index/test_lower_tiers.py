@@ -1,6 +1,4 @@
-"""The tiers below the device in the reference index: what a query finds in each, worked out by hand and by a plain
-model.
-"""
+"""Tiers below the device in the reference index: matches in each tier, worked out by hand and by a plain model."""
 
 from contextlib import suppress
 from copy import deepcopy
@@ -16,7 +14,7 @@ from pytest_kvmock.oracle.index.index import BlockNotFound, ParentBlockNotFound
 
 DEVICE, HOST, DISK, EXTERNAL = StorageTier
 TIERS = [DEVICE, HOST, DISK, EXTERNAL]
-"""Blocks are 101, 102 ... with local hashes 1, 2 ..., each under the one before, unless a test says otherwise."""
+"""Blocks 101, 102 ... have local hashes 1, 2 ..., each the child of the one before, unless a test says otherwise."""
 
 
 def stored(first, last=None, tier=DEVICE, *, worker=0, rank=0):
@@ -41,7 +39,7 @@ def index_of(*events):
 
 
 def found(index, *numbers, worker=0, rank=0):
-    """The blocks of one worker by tier."""
+    """Return the blocks of one worker by tier."""
     tiers = index.find_tiered(numbers)
     return {tier.value: scores[worker, rank] for tier, scores in tiers.items() if (worker, rank) in scores}
 
@@ -92,11 +90,11 @@ CASES = {
 
 
 @pytest.mark.parametrize(("events", "expected"), CASES.values(), ids=CASES)
-def test_a_tier_extends_what_the_faster_ones_have(events, expected):
+def test_a_tier_extends_the_match_of_the_faster_ones(events, expected):
     assert found(index_of(*events), 1, 2, 3, 4) == expected
 
 
-def test_workers_and_ranks_have_their_own_extensions():
+def test_workers_and_ranks_have_their_own_matches_in_lower_tiers():
     index = index_of(
         *(stored(1, 2, worker=worker) for worker in (0, 1)),
         stored(3, 3, HOST, worker=0),
@@ -117,12 +115,12 @@ def test_an_empty_index_and_an_empty_query_find_nothing():
     assert index_of(stored(1), stored(2, 2, HOST)).find_tiered([]) == {}
 
 
-def test_a_query_that_ends_with_the_device_asks_no_further():
+def test_a_query_that_ends_on_the_device_looks_in_no_lower_tier():
     assert found(index_of(stored(1, 2), stored(3, 4, HOST)), 1, 2) == {"device": 2}
 
 
 def test_workers_with_different_names_for_the_same_blocks_both_continue():
-    """One table of edges for all workers would give the host's block to the first alone, as Dynamo 1.2.1 does."""
+    """One table of edges for all workers would give the host's block to the first one only, like Dynamo 1.2.1."""
     events = [
         router_event(Stored(parent, (base + local,), (local,)), tier, worker=worker)
         for worker, base in enumerate((100, 200))
@@ -131,14 +129,14 @@ def test_workers_with_different_names_for_the_same_blocks_both_continue():
     assert index_of(*events).find_tiered([1, 2]) == {DEVICE: {(0, 0): 1, (1, 0): 1}, HOST: {(0, 0): 1, (1, 0): 1}}
 
 
-def test_below_the_device_no_parent_is_needed_and_on_it_one_there():
+def test_a_stored_below_the_device_needs_no_parent_and_one_on_the_device_needs_it_there():
     index = index_of(stored(3, 4, HOST))
     assert index.num_blocks(0, tier=HOST) == 2
     with pytest.raises(ParentBlockNotFound):
         index.apply(stored(5))  # under a block of the host
 
 
-def test_the_first_edge_of_a_place_wins_and_a_stored_ends_at_another():
+def test_a_second_edge_to_a_place_or_a_block_is_ignored_below_the_device():
     index = index_of(stored(1, 3, HOST))
     index.apply(router_event(Stored(101, (902, 903), (2, 3)), HOST))  # another name for the place of 102
     index.apply(router_event(Stored(103, (102, 104), (9, 4)), HOST))  # another place for the block 102
@@ -146,13 +144,13 @@ def test_the_first_edge_of_a_place_wins_and_a_stored_ends_at_another():
     assert index.num_blocks(0, tier=HOST) == 3
 
 
-def test_a_block_under_itself_is_not_an_error_and_a_query_of_it_ends():
+def test_a_block_under_itself_below_the_device_is_no_error_and_its_query_ends():
     index = index_of(router_event(Stored(7, (7,), (1,)), HOST), stored(1))
     assert found(index, 1, 1, 1) == {"device": 1}
 
 
-def test_a_removed_takes_what_is_held_and_names_the_first_that_is_not():
-    """In 1.2.1, where that is an error."""
+def test_in_1_2_1_a_removed_below_the_device_drops_held_blocks_and_raises_for_the_first_unknown():
+    """1.2.1 treats an unknown block there as an error."""
     index = RadixIndex(clears="worker")
     index.apply(stored(1, 3, HOST))
     index.apply(stored(1, 3))
@@ -165,8 +163,8 @@ def test_a_removed_takes_what_is_held_and_names_the_first_that_is_not():
     index.apply(router_event(Removed(()), HOST, worker=9))
 
 
-def test_a_removed_of_what_is_not_there_is_no_error_below_the_device():
-    """Stored 101, 102; Removed 999, 101, 101, 102, and again; and of a worker that never stored. From 1.6.1 on."""
+def test_since_1_6_1_a_removed_of_unknown_blocks_below_the_device_is_no_error():
+    """Stored 101, 102; then twice Removed 999, 101, 101, 102; then a Removed of a worker that never stored."""
     index = index_of(router_event(Stored(None, (101, 102), (1, 2)), HOST))
     for _ in range(2):
         index.apply(router_event(Removed((999, 101, 101, 102)), HOST))
@@ -184,7 +182,7 @@ def test_a_removed_of_what_is_not_there_is_no_error_below_the_device():
     ],
 )
 @pytest.mark.parametrize("clears", ["rank", "worker"])
-def test_a_name_that_the_same_removed_has_taken_off_is_not_an_error_from_1_6_on(
+def test_since_1_6_a_removed_may_name_blocks_that_the_same_removed_dropped(
     removed, left, unknown, unknown_in_1_2, clears
 ):
     index = RadixIndex(clears=clears)
@@ -197,11 +195,11 @@ def test_a_name_that_the_same_removed_has_taken_off_is_not_an_error_from_1_6_on(
             index.apply(router_event(Removed(tuple(removed))))
         assert caught.value.block_hash == wrong
     assert found(index, 1, 2, 3, 4) == {"device": left}
-    with pytest.raises(BlockNotFound):  # in a later one it is
+    with pytest.raises(BlockNotFound):  # in a later Removed it is an error
         index.apply(router_event(Removed((removed[-1],))))
 
 
-def test_copies_are_counted_by_tier():
+def test_copies_are_counted_per_tier():
     index = RadixIndex(count_copies=True)
     for event in (stored(1, 2, HOST), stored(1, 2, HOST), stored(1), removed(2, tier=HOST)):
         index.apply(event)
@@ -220,7 +218,7 @@ def test_a_cleared_empties_all_tiers(clears, left):
     assert index.workers == [(0, 0), (0, 1), (1, 0)]
 
 
-def test_a_removed_worker_or_rank_loses_all_tiers():
+def test_a_removed_worker_or_rank_loses_the_blocks_of_all_tiers():
     index = index_of(*(stored(1, 2, tier, rank=rank) for tier in TIERS for rank in (0, 1)))
     index.remove_worker_dp_rank(0, 1)
     assert index.find_tiered([1, 2]) == {DEVICE: {(0, 0): 2}}
@@ -230,13 +228,13 @@ def test_a_removed_worker_or_rank_loses_all_tiers():
     assert (index.find_tiered([1, 2]), index.workers) == ({}, [])
 
 
-def test_cleared_blocks_leave_the_worker_known():
+def test_clear_all_blocks_keeps_the_worker_known():
     index = index_of(stored(1, 2, DISK))
     index.clear_all_blocks(0)
     assert (index.find_tiered([1, 2]), index.workers, index.dump_events()) == ({}, [(0, 0)], [])
 
 
-def test_a_dump_keeps_what_other_tiers_hold_orphans_of_the_host_too():
+def test_a_dump_contains_the_blocks_of_all_tiers_including_host_orphans():
     index = index_of(stored(1, 2), stored(4, 4, HOST), stored(3, 3, HOST), stored(9, 9, DISK))
     copy = index_of(*index.dump_events())
     assert found(copy, 1, 2, 3, 4) == {"device": 2, "host_pinned": 2}
@@ -255,7 +253,7 @@ def test_a_tier_may_be_given_by_its_name():
 
 
 def block_of(path):
-    """The sequence hash of a chain of local hashes, by an injective rule."""
+    """Return the sequence hash of a chain of local hashes, by an injective rule."""
     return int("".join(map(str, path))) if path else None
 
 
@@ -283,9 +281,7 @@ QUERIES = [[int(digit) for digit in f"{number:05b}".replace("1", "2").replace("0
 
 
 def leaves_only(events):
-    """The events without those that take a block from the device before its child, which the model's device cannot
-    lose.
-    """
+    """Yield the events without those that remove a device block before its child: the model's device cannot do that."""
     held = {}
     for event in events:
         key, data = event.event.dp_rank, event.event.data
@@ -303,7 +299,7 @@ def leaves_only(events):
 
 
 @given(STREAMS)
-def test_any_stream_is_found_as_by_a_plain_model(events):
+def test_any_stream_gives_the_same_matches_as_a_plain_model(events):
     index, plain = RadixIndex(), PlainTiers()
     for event in leaves_only(events):
         with suppress(RadixIndexError):

@@ -1,4 +1,4 @@
-"""What a worker answers a router that missed events, and what a router makes of it."""
+"""Answers of a worker to a router that missed events, and what the router does with them."""
 
 import asyncio
 import logging
@@ -25,7 +25,7 @@ from pytest_kvmock.oracle.index.recovery import LocalIndex
 
 
 def message(event_id, data=None, worker=0, rank=0):
-    """An event of this id; by default it stores a block of its own."""
+    """Return an event with this id; by default it stores a block of its own."""
     if data is None:
         data = Stored(None, (event_id * 100,), (event_id * 200,))
     return RouterEvent(worker, KvCacheEvent(event_id, data, rank))
@@ -43,7 +43,7 @@ def local(*events, ring=4096, to_newest=True):
 
 
 def shown(answer):
-    """An answer in short."""
+    """Return a short form of an answer."""
     if isinstance(answer, Events):
         return ids(answer.events), answer.last_event_id
     if isinstance(answer, TreeDump):
@@ -75,17 +75,17 @@ TEN = [message(event_id) for event_id in range(5, 15)]  # a ring of 5 keeps 10 t
         (15, None, TooNew(15, 14, 14), TooNew(15, 14, 14)),
     ],
 )
-def test_the_table_of_answers(start, end, newer, older):
+def test_each_range_of_ids_has_its_answer(start, end, newer, older):
     assert newer == shown(local(*TEN, ring=5).get_events_in_id_range(start, end))
     assert older == shown(local(*TEN, ring=5, to_newest=False).get_events_in_id_range(start, end))
 
 
 @pytest.mark.parametrize(("start", "end"), [(None, None), (0, None), (7, 9), (None, 3)])
-def test_a_worker_without_events_answers_an_empty_dump(start, end):
+def test_a_worker_without_events_answers_with_an_empty_dump(start, end):
     assert TreeDump((), 0) == LocalIndex().get_events_in_id_range(start, end)
 
 
-def test_a_range_that_ends_before_it_starts_is_refused_first():
+def test_an_invalid_range_is_refused_even_without_events():
     assert InvalidRange(3, 2) == LocalIndex().get_events_in_id_range(3, 2)
 
 
@@ -101,12 +101,12 @@ CLEARS = [message(10), message(11, Cleared()), message(12), message(13), message
         (15, [15], [15]),
     ],
 )
-def test_the_newer_answer_begins_at_the_last_cleared(start, newer, older):
+def test_the_newer_answer_starts_at_the_last_cleared(start, newer, older):
     assert (newer, 15) == shown(local(*CLEARS).get_events_in_id_range(start))
     assert (older, 15) == shown(local(*CLEARS, to_newest=False).get_events_in_id_range(start))
 
 
-def test_the_ids_of_a_dump_count_from_0():
+def test_the_ids_of_a_dump_start_at_0():
     dump = local(*TEN, ring=5).get_events_in_id_range()
     assert list(range(10)) == ids(dump.events)
 
@@ -122,14 +122,14 @@ def test_a_dump_builds_an_index_with_the_same_answers():
     assert built.find_matches([11, 12, 13]).scores == {(0, 0): 2}
 
 
-def test_a_dump_has_the_token_ids_that_came_with_the_events():
+def test_a_dump_has_the_token_ids_of_the_events():
     first = RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2), (11, 12))), token_ids=((5, 6), (7, 8)))
     dump = local(first, message(1)).get_events_in_id_range()
     tokens = {event.event.data.block_hashes: event.token_ids for event in dump.events}
     assert tokens == {(1,): ((5, 6),), (2,): ((7, 8),), (100,): None}
 
 
-def test_a_dump_says_the_tier_of_each_block():
+def test_a_dump_has_the_tier_of_each_block():
     host = RouterEvent(0, KvCacheEvent(1, Stored(None, (5,), (5,))), StorageTier.HOST_PINNED, ((9,),))
     dump = local(message(0), host).get_events_in_id_range()
     assert [(event.storage_tier, event.token_ids) for event in dump.events] == [
@@ -157,7 +157,7 @@ def test_an_id_that_is_not_the_next_is_logged_and_kept(caplog):
     assert shown(index.get_events_in_id_range(5)) == ([9], 9)
 
 
-def test_an_event_that_the_tree_refuses_is_kept():
+def test_an_event_that_the_tree_refuses_is_kept_in_the_ring():
     index = local(message(0, Removed((1,))), message(1, Stored(77, (2,), (2,))))
     assert shown(index.get_events_in_id_range(0)) == ([0, 1], 1)
     assert shown(index.get_events_in_id_range()) == ("dump of 0", 1)
@@ -181,7 +181,7 @@ def test_a_ring_made_smaller_forgets_the_oldest():
 
 
 @pytest.mark.parametrize("size", [0, -1, 1.5, True, None, "4"])
-def test_a_ring_is_a_number_of_events(size):
+def test_an_invalid_ring_size_is_refused(size):
     index = LocalIndex(3)
     for call in (lambda: LocalIndex(size), lambda: setattr(index, "ring", size)):
         with pytest.raises(ValueError, match=rf"^ring is a number of events, an integer of at least 1, got {size!r}$"):
@@ -189,7 +189,7 @@ def test_a_ring_is_a_number_of_events(size):
     assert index.ring == 3
 
 
-def test_a_ring_is_as_long_as_a_deque_can_be():
+def test_a_ring_can_be_at_most_as_long_as_a_deque():
     index = LocalIndex(sys.maxsize)
     for call in (lambda: LocalIndex(2**100), lambda: setattr(index, "ring", sys.maxsize + 1)):
         with pytest.raises(ValueError, match=rf"^ring is a number of events, at most {sys.maxsize}, got \d+$"):
@@ -198,7 +198,7 @@ def test_a_ring_is_as_long_as_a_deque_can_be():
 
 
 @pytest.mark.parametrize(("name", "start", "end"), [("start", -1, None), ("end", 3, "9"), ("start", True, None)])
-def test_an_id_is_a_number(name, start, end):
+def test_an_invalid_event_id_is_refused(name, start, end):
     with pytest.raises(ValueError, match=rf"^{name} is an event id, an integer of at least 0, or None, got "):
         LocalIndex().get_events_in_id_range(start, end)
 
@@ -209,7 +209,7 @@ ALL = WorkerQuery(0)
 
 
 def at(last, worker=0, rank=0):
-    """A cursor that stands at an id."""
+    """Return a cursor that is at an id."""
     cursor = RouterCursor()
     query = cursor.observe(message(last, worker=worker, rank=rank)).ask
     cursor.answered(query, TreeDump((message(0),), last))
@@ -217,7 +217,7 @@ def at(last, worker=0, rank=0):
     return cursor
 
 
-def test_the_first_event_ever_is_applied_and_all_is_asked_for():
+def test_the_first_event_is_applied_and_all_events_are_queried():
     cursor = RouterCursor()
     assert cursor.last(0) is None
     assert RecoveryStep(apply=(message(7),), ask=ALL) == cursor.observe(message(7))
@@ -237,7 +237,7 @@ def test_the_next_id_is_applied():
     assert cursor.last(0) == 11
 
 
-def test_beyond_the_next_id_the_worker_is_asked_for_missing_events():
+def test_after_a_gap_the_worker_is_queried_for_the_missing_events():
     cursor = at(10)
     assert RecoveryStep(ask=WorkerQuery(0, 11)) == cursor.observe(message(15))
     assert cursor.last(0) == 10
@@ -249,12 +249,12 @@ def test_beyond_the_next_id_the_worker_is_asked_for_missing_events():
         ([11, 12, 13, 14, 15], 15, [11, 12, 13, 14, 15], 15),
         ([11, 12, 13, 14, 15, 16, 17], 17, [11, 12, 13, 14, 15, 16, 17], 17),  # the worker is ahead
         ([14, 15], 15, [14, 15], 15),  # a Cleared made the rest void
-        ([9, 10, 11, 12, 13, 14, 15], 15, [11, 12, 13, 14, 15], 15),  # more than was asked for
-        ([11, 12, 13, 14], 14, [11, 12, 13, 14, 15], 15),  # what made it ask comes after the answer
-        ([], 9, [15], 15),  # the worker is behind: no more to be had
+        ([9, 10, 11, 12, 13, 14, 15], 15, [11, 12, 13, 14, 15], 15),  # more than was queried
+        ([11, 12, 13, 14], 14, [11, 12, 13, 14, 15], 15),  # the event that caused the query comes after the answer
+        ([], 9, [15], 15),  # the worker is behind: it has no more events
     ],
 )
-def test_after_events_the_cursor_stands_at_the_later_of_the_last_and_the_current(events, last, applied, stands_at):
+def test_after_events_the_cursor_is_at_the_later_of_the_last_and_the_current_id(events, last, applied, stands_at):
     cursor = at(10)
     query = cursor.observe(message(15)).ask
     step = cursor.answered(query, Events(tuple(map(message, events)), last))
@@ -262,8 +262,8 @@ def test_after_events_the_cursor_stands_at_the_later_of_the_last_and_the_current
     assert stands_at == cursor.last(0)
 
 
-def test_after_a_dump_the_cursor_stands_at_its_last_event_id():
-    # dynamo #7072: at an id of the dump's own events it would ask again at each event
+def test_after_a_dump_the_cursor_is_at_its_last_event_id():
+    # dynamo #7072: at an id of the dump's own events it would query again at each event
     cursor = at(10)
     query = cursor.observe(message(15)).ask
     dump = TreeDump(tuple(map(message, range(3))), 17)
@@ -273,14 +273,14 @@ def test_after_a_dump_the_cursor_stands_at_its_last_event_id():
     assert RecoveryStep(apply=(message(18),)) == cursor.observe(message(18))
 
 
-def test_a_dump_from_before_the_first_event_does_not_swallow_it():
+def test_an_empty_dump_does_not_drop_the_event_that_caused_the_query():
     cursor = RouterCursor()
     query = cursor.observe(message(0)).ask
     assert RecoveryStep(replace=True, apply=(message(0),)) == cursor.answered(query, TreeDump((), 0))
     assert cursor.last(0) == 0
 
 
-def test_events_wait_while_a_question_is_open():
+def test_events_wait_while_a_query_is_open():
     cursor = at(10)
     query = cursor.observe(message(12)).ask
     for later in (14, 13, 13, 10):
@@ -291,7 +291,7 @@ def test_events_wait_while_a_question_is_open():
     assert cursor.last(0) == 14
 
 
-def test_what_is_missing_among_those_that_waited_is_asked_for_at_once():
+def test_events_missing_among_the_waiting_ones_are_queried_at_once():
     cursor = at(10)
     query = cursor.observe(message(12)).ask
     cursor.observe(message(14))
@@ -302,7 +302,7 @@ def test_what_is_missing_among_those_that_waited_is_asked_for_at_once():
     assert RecoveryStep(apply=(message(13), message(14), message(15), message(16))) == step
 
 
-def test_a_worker_that_brings_nothing_is_not_asked_again_at_once():
+def test_a_worker_that_returns_nothing_is_not_queried_again_at_once():
     cursor = at(10)
     query = cursor.observe(message(12)).ask
     cursor.observe(message(15))
@@ -310,7 +310,7 @@ def test_a_worker_that_brings_nothing_is_not_asked_again_at_once():
 
 
 @pytest.mark.parametrize("answer", [None, TooNew(11, 10, 10), InvalidRange(11, 10)])
-def test_without_an_answer_the_next_event_asks_again(answer):
+def test_without_an_answer_the_next_event_causes_a_query_again(answer):
     cursor = at(10)
     query = cursor.observe(message(12)).ask
     assert RecoveryStep() == cursor.answered(query, answer)
@@ -318,13 +318,13 @@ def test_without_an_answer_the_next_event_asks_again(answer):
     assert RecoveryStep(ask=WorkerQuery(0, 11)) == cursor.observe(message(13))
 
 
-def test_without_an_answer_to_the_first_question_the_next_event_asks_for_all_again():
+def test_without_an_answer_to_the_first_query_the_next_event_queries_all_again():
     cursor = RouterCursor()
     assert RecoveryStep() == cursor.answered(cursor.observe(message(5)).ask, None)
     assert RecoveryStep(apply=(message(6),), ask=ALL) == cursor.observe(message(6))
 
 
-def test_a_cleared_with_a_gap_before_it_is_asked_about_as_any_other():
+def test_a_cleared_after_a_gap_causes_a_query_like_other_events():
     cursor = at(10)
     query = cursor.observe(message(15, Cleared())).ask
     assert WorkerQuery(0, 11) == query
@@ -337,7 +337,7 @@ def test_a_late_cleared_is_dropped():
     assert RecoveryStep() == at(10).observe(message(10, Cleared()))
 
 
-def test_each_rank_of_each_worker_has_a_cursor():
+def test_each_rank_of_each_worker_has_its_own_cursor():
     cursor = at(10, worker=1, rank=1)
     for worker, rank in ((1, 0), (0, 1)):
         query = WorkerQuery(worker, dp_rank=rank)
@@ -356,7 +356,7 @@ def test_after_a_worker_is_forgotten_its_next_event_is_the_first():
     assert cursor.observe(message(0)).ask == ALL
 
 
-def test_an_answer_from_before_a_worker_was_forgotten_is_void():
+def test_an_answer_from_before_a_worker_was_forgotten_is_ignored():
     cursor = at(10)
     query = cursor.observe(message(12)).ask
     cursor.forget(0)
@@ -416,7 +416,7 @@ class Router:
 
 @st.composite
 def honest_streams(draw, length=30):
-    """What an engine may say: blocks go before their parents, and nothing is stored twice."""
+    """Events of a right engine: children are removed before their parents, and no block is stored twice."""
     held, data = {}, []  # block: parent
     fresh = iter(range(1, 10**6))
     for _ in range(draw(st.integers(1, length))):
@@ -444,7 +444,7 @@ def blocks_of(tree):
 
 
 @given(honest_streams(), st.integers(1, 40), st.data())
-def test_whatever_is_lost_doubled_or_late_a_router_that_asks_ends_with_the_truth(stream, ring, data):
+def test_a_router_that_queries_ends_in_sync_whatever_is_lost_doubled_or_late(stream, ring, data):
     worker, truth = LocalIndex(ring), RadixIndex()
     asked = []
 
@@ -477,9 +477,9 @@ def test_whatever_is_lost_doubled_or_late_a_router_that_asks_ends_with_the_truth
 
 
 @given(honest_streams(), st.integers(1, 40), st.data())
-def test_answers_may_come_late_and_events_meanwhile(stream, ring, data):
+def test_a_router_ends_in_sync_if_answers_come_late_with_events_in_between(stream, ring, data):
     worker, truth, router = LocalIndex(ring), RadixIndex(), Router(None)
-    waiting, questions, arrived = [], 0, 0  # the open question with its answer: there is one at most
+    waiting, questions, arrived = [], 0, 0  # at most one open query with its answer
 
     def take(step):
         nonlocal questions
@@ -520,7 +520,7 @@ def test_with_a_long_ring_every_event_is_applied_once_and_in_order(stream, lost)
     assert sorted(set(applied)) == applied
 
 
-def test_a_cursor_is_as_good_for_a_question_that_is_awaited():
+def test_a_cursor_works_with_awaited_queries():
     worker = local(*map(message, range(6)))
     tree, cursor = RadixIndex(), RouterCursor()
 

@@ -28,7 +28,7 @@ def recorded_answer(value):
 
 
 def built_by(events):
-    """The blocks that events build. A dump of 1.2.1 may be an older one, and what came after it."""
+    """Return the blocks that events build. A dump of 1.2.1 may be an older one plus the later events."""
     index = RadixIndex()
     for event in events:
         with suppress(RadixIndexError):
@@ -37,7 +37,7 @@ def built_by(events):
 
 
 @pytest.mark.parametrize("run", RECORDED["runs"], ids=range(len(RECORDED["runs"])))
-def test_a_worker_answers_as_dynamos_does(run):
+def test_a_worker_gives_the_same_answers_as_dynamos(run):
     index = LocalIndex(run["ring"])
     for step in run["steps"]:
         if "apply" in step:
@@ -51,13 +51,13 @@ def test_a_worker_answers_as_dynamos_does(run):
             assert answer == expected
 
 
-def test_the_recording_has_every_answer_many_times():
+def test_the_recording_has_every_kind_of_answer_many_times():
     kinds = [kind for run in RECORDED["runs"] for step in run["steps"] for kind in step.get("answer", ())]
     assert all(kinds.count(kind) > 20 for kind in KINDS)
 
 
 @pytest.mark.parametrize(("last", "got", "observed"), RECORDED["cursor"])
-def test_a_cursor_sees_what_dynamos_sees(last, got, observed):
+def test_a_cursor_reacts_to_ids_like_dynamos(last, got, observed):
     cursor = RouterCursor()
     stored = Stored(None, (1,), (1,))
     if last is not None:

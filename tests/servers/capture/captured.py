@@ -1,4 +1,4 @@
-"""Harnesses that are captured, under random traffic, and what a check of the capture must find again."""
+"""Captured harnesses under random traffic, and the problems that a check of the capture must find again."""
 
 from random import Random
 
@@ -12,7 +12,7 @@ NOT_OF_THE_STREAM = {"engine_drift", "index_drift", "index_failure", "not_flushe
 class Captured:
     """A harness whose events go into a file.
 
-    `found()` is what it found wrong with its stream, `again()` what a check of the file finds.
+    `found()` returns the problems of its stream, `again()` the problems that a check of the file finds.
     """
 
     def __init__(self, path, backend=None, profile=PROFILE, **given):
@@ -55,7 +55,7 @@ class Captured:
 
 def shown(problem):
     cause = problem.cause
-    while cause is not None and cause.rule in NOT_OF_THE_STREAM:  # an orphan is confirmed by a drift, and listed there
+    while cause is not None and cause.rule in NOT_OF_THE_STREAM:  # a drift confirms an orphan, which is listed under it
         cause = cause.cause
     return (
         problem.rule,

@@ -1,4 +1,4 @@
-"""A capture that is checked: the same problems as in the test that was captured."""
+"""A check of a capture finds the same problems as the test that was captured."""
 
 import json
 
@@ -59,7 +59,7 @@ def test_a_capture_of_each_backend_has_no_error(captured, backend):
 
 @pytest.mark.parametrize("backend", few(["lineage", "multi_lru", "vllm", "sglang"], 2))
 @pytest.mark.parametrize("fault", RANDOM)
-def test_faults_are_found_again(captured, backend, fault):
+def test_injected_faults_are_found_again_in_a_capture(captured, backend, fault):
     world = captured(backend, faults={fault: 0.1})
     world.serve(40, seed=3)
 
@@ -79,7 +79,7 @@ def test_faults_are_found_again(captured, backend, fault):
     backend=st.sampled_from(["lineage", "hash_cache", "vllm_0_19", "sglang", "mocker_sglang_1_6"]),
     rates=st.dictionaries(st.sampled_from(RANDOM), st.sampled_from([0.02, 0.1, 0.3]), max_size=3),
 )
-def test_any_faults_are_found_again(tmp_path_factory, seed, backend, rates):
+def test_any_random_faults_are_found_again_in_a_capture(tmp_path_factory, seed, backend, rates):
     world = Captured(
         tmp_path_factory.mktemp("capture") / "a.jsonl", backend, EngineProfile(4, 16, workers=2), faults=rates
     )
@@ -190,7 +190,7 @@ BY_HAND = [
 
 
 @pytest.mark.parametrize("what", BY_HAND, ids=lambda what: what.__name__)
-def test_what_a_test_does_by_hand_is_found_again(captured, what):
+def test_problems_of_hand_made_streams_are_found_again_in_a_capture(captured, what):
     world = captured()
     what(world)
 
@@ -206,13 +206,13 @@ LOSES_ONE = "event_id_gap"
 def loses_one_beside_a_real_problem(kv):
     kv.faults.lose(1)
     kv.worker(0).serve(kv.prompt(2))
-    kv.worker(0).serve(kv.prompt(2))  # shows the gap
+    kv.worker(0).serve(kv.prompt(2))  # reveals the gap
     kv.apply(Removed((7,)), worker_id=1)
 
 
 def a_real_problem_of_the_same_stream(kv):
     loses_one_beside_a_real_problem(kv)
-    kv.apply(Stored(99, (5,), (15,)))  # found in what was published too, though the stream is out of sync
+    kv.apply(Stored(99, (5,), (15,)))  # also wrong in the published stream, although the stream is out of sync
 
 
 def a_restart_and_another_block_size(kv):
@@ -231,7 +231,7 @@ def a_restart_and_another_block_size(kv):
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_real_problems_are_told_from_those_of_faults(captured, what, real, injected):
+def test_real_problems_and_injected_ones_are_distinguished_in_a_capture(captured, what, real, injected):
     world = captured("lineage")
     what(world.kv)
     found = world.found()
@@ -246,7 +246,7 @@ def test_real_problems_are_told_from_those_of_faults(captured, what, real, injec
     assert sorted([*real, *injected]) == sorted({problem.rule for problem in counted.errors})
 
 
-def test_a_capture_of_before_faults_were_written_down_is_read(captured):
+def test_a_capture_without_recorded_faults_is_readable(captured):
     world = captured("lineage")
     loses_one_beside_a_real_problem(world.kv)
     world.found()
@@ -273,7 +273,7 @@ def test_a_capture_of_before_faults_were_written_down_is_read(captured):
     ],
     ids=str,
 )
-def test_batches_that_a_wire_lost_on_purpose_are_not_reported(captured, lost, injections, real):
+def test_batches_lost_by_an_injected_wire_fault_are_not_reported(captured, lost, injections, real):
     world = captured()
     sink = world.kv.make_sink()
     publisher = WireStandIn(ranks=2)
@@ -282,7 +282,7 @@ def test_batches_that_a_wire_lost_on_purpose_are_not_reported(captured, lost, in
     if ("restart", 0) in injections:
         publisher.faults.begun_anew(0)
     sink.lost_batches(sink.worker_id, 0, lost)
-    sink(Removed((8,)))  # follows from the loss
+    sink(Removed((8,)))  # a consequence of the loss
     restarts = publisher.faults.restarts(0)
     publisher.faults.injected += [WireInjection(fault, 1, batch) for fault, batch in injections if fault != "restart"]
     publisher.faults.injected += [WireInjection(fault, 0, batch, restarts) for fault, batch in injections]
@@ -296,7 +296,7 @@ def test_batches_that_a_wire_lost_on_purpose_are_not_reported(captured, lost, in
 
 
 class WireStandIn:
-    """A publisher as a capture knows it, without sockets: each of its ranks has published."""
+    """A publisher as a capture sees it, without sockets: each of its ranks has published."""
 
     def __init__(self, *endpoints, ranks=1):
         self.ranks = ranks
@@ -333,7 +333,7 @@ def on_purpose_before_and_after(kv, a, b):
 
 def after_a_restart_of_the_worker(kv, a, b):
     a.lose(1)
-    a.begin_anew()  # no fault
+    a.begin_anew()  # not a fault
     kv.inside.lost_batches(77, 0, FIRST)
     kv.inside.lost_batches(77, 0, RESTART)
     kv.inside.lost_batches(77, 0, FIRST)
@@ -382,7 +382,7 @@ def of_either_of_two(kv, a, b):
     a.lose(1)
     kv._judge.ledger.journal.publishes(1, b)
     kv.inside.lost_batches(77, 0, FIRST)
-    kv.inside.lost_batches(0, 0, FIRST)  # the first publishes for it
+    kv.inside.lost_batches(0, 0, FIRST)  # the first publisher publishes for it
     kv.inside.lost_batches(1, 0, FIRST)
 
 
@@ -444,7 +444,7 @@ def of_more_restarts_than_there_were(kv, a, b):
     ],
     ids=lambda each: getattr(each, "__name__", ""),
 )
-def test_a_fault_of_the_wire_excuses_the_batch_that_it_struck_and_no_other(captured, what, excused):
+def test_a_wire_fault_excuses_only_the_batch_that_it_lost(captured, what, excused):
     world = captured()
     publisher = WireStandIn()
     world.journal.publishes(0, publisher)
@@ -458,7 +458,7 @@ def test_a_fault_of_the_wire_excuses_the_batch_that_it_struck_and_no_other(captu
     assert all(excused) is checked.is_clean
 
 
-def test_a_loss_of_a_capture_that_does_not_say_who_sent_it_is_real(captured):
+def test_a_lost_batch_without_a_sender_in_the_capture_is_real(captured):
     world = captured()
     publisher = WireStandIn()
     world.journal.publishes(0, publisher)
@@ -473,7 +473,7 @@ def test_a_loss_of_a_capture_that_does_not_say_who_sent_it_is_real(captured):
     assert not check_file(world.path).is_clean
 
 
-def test_a_signed_hash_comes_back_signed(captured):
+def test_a_signed_hash_stays_signed_in_a_capture(captured):
     world = captured("sglang")
     world.serve(20)
     world.found()
@@ -509,7 +509,7 @@ def test_digests_survive_a_capture(tmp_path):
     assert event.extra == entry.extra
 
 
-def test_a_recovery_is_found_again(tmp_path):
+def test_problems_around_a_recovery_are_found_again_in_a_capture(tmp_path):
     file = CaptureFile(tmp_path / "a.jsonl", {})
     journal = CapturingJournal(file)
     recovery = Recovery()
@@ -529,7 +529,7 @@ def test_a_recovery_is_found_again(tmp_path):
     assert stream == [shown(problem) for problem in check_file(tmp_path / "a.jsonl").log.problems]
 
 
-def test_a_recovery_of_a_stream_whose_ids_went_backwards_is_found_again(tmp_path):
+def test_a_recovery_after_ids_went_backwards_is_found_again_in_a_capture(tmp_path):
     recovery = Recovery()
     with CaptureFile(tmp_path / "a.jsonl", {}) as file:
         kv = RouterHarness(EngineProfile(4, 24), "lineage", recovery=recovery, journal=CapturingJournal(file))
@@ -544,7 +544,7 @@ def test_a_recovery_of_a_stream_whose_ids_went_backwards_is_found_again(tmp_path
     assert list(map(shown, problems)) == [shown(problem) for problem in check_file(tmp_path / "a.jsonl").log.problems]
 
 
-def test_a_recovery_of_cache_groups_whose_ids_went_backwards_is_found_again(tmp_path):
+def test_a_recovery_of_cache_groups_after_ids_went_backwards_is_found_again_in_a_capture(tmp_path):
     def event(event_id, data, group):
         return RouterEvent(7, KvCacheEvent(event_id, data), extra={"group_idx": group} if group else None)
 
@@ -567,7 +567,7 @@ def test_a_recovery_of_cache_groups_whose_ids_went_backwards_is_found_again(tmp_
     assert problems == [shown(problem) for problem in check_file(tmp_path / "a.jsonl").log.problems]
 
 
-def test_a_backend_of_a_test_is_not_known_to_a_check(captured):
+def test_a_check_does_not_know_a_backend_that_a_test_defined(captured):
     from pytest_kvmock import BACKENDS as BUILT_IN
 
     world = captured(BUILT_IN["vllm"].variant("mine", hash_seed="7"))
@@ -580,7 +580,7 @@ def test_a_backend_of_a_test_is_not_known_to_a_check(captured):
     assert checked.is_clean
 
 
-def test_the_book_of_a_fault_writes_nothing(captured):
+def test_the_book_of_a_fault_writes_nothing_into_a_capture(captured):
     world = captured("lineage")
     world.serve(5)
     before = world.file.events

@@ -1,4 +1,4 @@
-"""Files that a check reads: captures, Dynamo's JSON lines, payloads; and what cannot be read, in one line each."""
+"""Files that a check reads: captures, Dynamo's JSON lines, payloads; unreadable ones are refused in one line."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def json_lines(events, form):
 
 
 @pytest.mark.parametrize("form", ["RouterEvent", "KvCacheEvent", "with its time"])
-def test_json_lines_of_dynamo_are_judged(file, form):
+def test_dynamos_json_lines_are_checked(file, form):
     assert check_file(file(json_lines(GOOD, form))).problems == []
     assert [problem.rule for problem in check_file(file(json_lines(BAD, form))).problems] == ["block_not_found"]
 
@@ -51,7 +51,7 @@ def test_json_lines_of_dynamo_are_judged(file, form):
     [SparseStored(-7, (-1, 2**63), 24, 4), SparseStored(None, (), 4, 4), Located((-3, 5)), Located((2**63,))],
     ids=repr,
 )
-def test_a_line_has_the_span_the_location_and_the_group_of_an_event(data):
+def test_a_line_contains_the_span_the_location_and_the_group_of_an_event(data):
     group = {"group_idx": 2, "kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
     event = RouterEvent(1, KvCacheEvent(4, data, 2), StorageTier.HOST_PINNED, [[1, 2, 3, 4]], group)
 
@@ -64,7 +64,7 @@ SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.hashes != "bytes
 
 
 @pytest.mark.parametrize("dialect", SPOKEN)
-def test_payloads_are_judged(file, dialect):
+def test_payloads_are_checked(file, dialect):
     wire = KvWire(dialect, ranks=2)
     low = 2**62
     for rank in (0, 1):
@@ -85,7 +85,7 @@ def test_payloads_are_judged(file, dialect):
     assert [problem.rule for problem in checked.problems] == ["block_not_found"]
 
 
-def test_an_event_that_cannot_be_read_is_named_and_leaves_a_gap(file):
+def test_an_unreadable_event_is_named_and_leaves_a_gap(file):
     wire = KvWire("vllm-0.33")
     wire.publish(Cleared())
     payload = wire.take()[0]
@@ -99,7 +99,7 @@ def test_an_event_that_cannot_be_read_is_named_and_leaves_a_gap(file):
     assert [problem.rule for problem in checked.problems] == ["event_id_gap"]
 
 
-def test_groups_are_judged_in_payloads(file):
+def test_cache_groups_are_checked_in_payloads(file):
     wire, group = KvWire("vllm-0.33"), {"group_idx": 1}
     wire.publish(Stored(None, (2**50,), (11,)), token_ids=[[1, 2]])
     wire.publish(Stored(None, (2**50,), (11,)), token_ids=[[1, 2]], extra=group)
@@ -111,7 +111,7 @@ def test_groups_are_judged_in_payloads(file):
     assert "cache group 1" in problem.observed
 
 
-def test_residency_of_a_file_that_does_not_say_it(file):
+def test_residency_can_be_given_for_a_file_without_it(file):
     both = Removed(ROOT.block_hashes[::-1])
     stream = [ROOT, ROOT, Stored(None, (2**45,), (15,)), both, both]
     twice = [RouterEvent(0, KvCacheEvent(i, data)) for i, data in enumerate(stream)]
@@ -121,11 +121,11 @@ def test_residency_of_a_file_that_does_not_say_it(file):
     assert check_file(path, residency="counted").problems == []
 
 
-def test_a_rule_that_is_allowed_is_not_a_problem(file):
+def test_an_allowed_rule_is_not_a_problem(file):
     assert check_file(file(json_lines(BAD, "RouterEvent")), allow=["block_not_found"]).is_clean
 
 
-def test_a_capture_without_its_last_line_is_said_to_be_cut(file):
+def test_a_capture_without_its_last_line_is_reported_as_cut(file):
     assert "no last line" in check_file(file(HEADER + EVENT)).text()
     assert "no last line" not in check_file(file(HEADER + EVENT + '{"end":{"events":1}}\n')).text()
 
@@ -212,7 +212,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("content", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_cannot_be_read_is_refused_in_one_line(file, content, message):
+def test_an_unreadable_file_is_refused_in_one_line(file, content, message):
     path = file(content)
 
     with pytest.raises(CaptureError) as error:
@@ -234,7 +234,7 @@ def test_payloads_that_end_in_the_middle_are_refused(file):
         check_file(file(first + second[:-3]), dialect="vllm-0.33")
 
 
-def test_a_directory_and_a_file_that_is_not_there_are_refused(tmp_path):
+def test_a_directory_and_a_missing_file_are_refused(tmp_path):
     with pytest.raises(CaptureError, match="cannot be read: Is a directory"):
         check_file(tmp_path)
     with pytest.raises(CaptureError, match="cannot be read: No such file or directory"):
@@ -249,7 +249,7 @@ def test_a_file_without_permission_is_refused(file):
         check_file(path)
 
 
-def test_unknown_names_are_refused(file):
+def test_unknown_dialects_rules_and_residencies_are_refused(file):
     path = file(HEADER)
     for given, message in (
         ({"dialect": "vllm-0.34"}, "unknown dialect 'vllm-0.34'; did you mean 'vllm-0.33'"),
@@ -282,7 +282,7 @@ def test_a_full_disk_is_reported_once():
     Ledger(CapturingJournal(file)).take(GOOD[0])
 
 
-def test_the_header_is_asked_for_when_the_first_line_comes(tmp_path):
+def test_the_header_is_read_when_the_first_line_is_written(tmp_path):
     about = {}
     with CaptureFile(tmp_path / "a" / "b.jsonl", lambda: about) as file:
         about["seed"] = 7
@@ -293,12 +293,12 @@ def test_the_header_is_asked_for_when_the_first_line_comes(tmp_path):
     assert json.loads(last) == {"end": {"events": 1}}
 
 
-def test_a_capture_without_events_has_a_header_anyway(tmp_path):
+def test_a_capture_without_events_has_a_header(tmp_path):
     CaptureFile(tmp_path / "a.jsonl", {}).close()
     assert check_file(tmp_path / "a.jsonl").log.total == 0
 
 
-def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
+def test_values_without_a_json_form_are_written_as_text(tmp_path):
     event = RouterEvent(
         0, KvCacheEvent(0, ROOT), extra={"odd": object, "range": range(2)}, token_ids=[range(2), (3, 4)]
     )
@@ -310,7 +310,7 @@ def test_what_json_has_no_form_for_is_written_as_text(tmp_path):
     assert entry.token_ids == [[0, 1], [3, 4]]
 
 
-def test_a_loss_that_any_number_of_restarts_was_before_is_real(file):
+def test_a_lost_batch_with_another_number_of_restarts_is_real(file):
     sent_by = f'{{"publisher":0,"dp_rank":0,"restarts":[0,{2**70}],"consumer":null}}'
     injected = '{"injected":{"worker_id":0,"dp_rank":0,"fault":"lose","batch":1,"publisher":0,"restarts":0}}\n'
     for lost, is_clean in (

@@ -1,4 +1,4 @@
-"""The command: `python -m pytest_kvmock`, by its main function, and once as a program."""
+"""The command `python -m pytest_kvmock`: through its main function, and once as a program."""
 
 import json
 import os
@@ -47,14 +47,14 @@ def broken(tmp_path):
     return world.path
 
 
-def test_a_clean_capture_is_said_to_be_clean(clean, capsys):
+def test_check_reports_a_clean_capture(clean, capsys):
     assert main(["check", str(clean)]) == 0
     out, err = capsys.readouterr()
     assert re.fullmatch(rf"{clean}: \d+ events, 2 streams\nclean\n", out)
     assert err == ""
 
 
-def test_a_capture_that_does_not_say_that_hashes_are_chained_says_what_was_not_computed(clean, capsys):
+def test_check_counts_stored_events_without_chained_as_not_computed(clean, capsys):
     lines = [json.loads(line) for line in clean.read_text().splitlines()]
     stored = [line for line in lines if line.pop("chained", False)]
     clean.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
@@ -66,7 +66,7 @@ def test_a_capture_that_does_not_say_that_hashes_are_chained_says_what_was_not_c
     assert capsys.readouterr().out.endswith(f" 2 streams\n{note}\nclean\n")
 
 
-def test_problems_are_reported(broken, capsys):
+def test_check_reports_problems_and_exits_with_1(broken, capsys):
     assert main(["check", str(broken)]) == 1
     assert (
         capsys.readouterr().out
@@ -83,7 +83,7 @@ warnings: 1 duplicate_store
     )
 
 
-def test_what_is_allowed_is_not_a_problem_and_warnings_can_be(broken, capsys):
+def test_allow_ignores_a_rule_and_event_warnings_fail_counts_warnings(broken, capsys):
     allowed = ["check", str(broken), "--allow", "block_not_found"]
     assert main(allowed) == 0
     assert "no errors" in capsys.readouterr().out
@@ -92,7 +92,7 @@ def test_what_is_allowed_is_not_a_problem_and_warnings_can_be(broken, capsys):
     assert main([*allowed, "--allow", "duplicate_store", "--event-warnings", "fail"]) == 0
 
 
-def test_what_the_test_injected_is_counted_and_no_problem(tmp_path, capsys):
+def test_injected_faults_are_counted_and_are_no_problem(tmp_path, capsys):
     world = Captured(tmp_path / "faults.jsonl", "lineage")
     world.kv.faults.lose(1)
     world.kv.worker(0).serve(world.kv.prompt(2))
@@ -145,7 +145,7 @@ UNUSABLE = {
 
 
 @pytest.mark.parametrize(("args", "message"), UNUSABLE.values(), ids=UNUSABLE)
-def test_what_cannot_be_done_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
+def test_an_unusable_file_or_option_is_one_line_and_exit_code_2(args, message, capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert main(args) == 2
     out, err = capsys.readouterr()
@@ -173,7 +173,7 @@ def test_wrong_arguments_exit_with_2(args, capsys):
     assert "usage: python -m pytest_kvmock" in capsys.readouterr().err
 
 
-def test_an_engine_is_recorded(tmp_path, capsys):
+def test_record_writes_a_capture_of_an_engine(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     with KvPublisher("vllm-0.33") as publisher:
         publisher.publish(Stored(None, (5,), (15,)), token_ids=[[1, 2]])
@@ -192,7 +192,7 @@ def test_an_engine_is_recorded(tmp_path, capsys):
     assert main(["check", str(path)]) == 0
 
 
-def test_a_record_with_problems_exits_with_1(tmp_path, capsys):
+def test_a_recording_with_problems_exits_with_1(tmp_path, capsys):
     path = tmp_path / "a.jsonl"
     with KvPublisher("vllm-0.33") as publisher:
 
@@ -208,7 +208,7 @@ def test_a_record_with_problems_exits_with_1(tmp_path, capsys):
 
 
 @pytest.mark.skipif(os.name == "nt", reason="a signal of Unix")
-def test_a_signal_ends_a_record_and_what_came_is_kept(tmp_path, monkeypatch):
+def test_a_signal_ends_a_recording_and_keeps_its_events(tmp_path, monkeypatch):
     path = tmp_path / "a.jsonl"
 
     def kill(*args, progress, **given):
@@ -227,13 +227,13 @@ def test_a_signal_ends_a_record_and_what_came_is_kept(tmp_path, monkeypatch):
 
 @pytest.fixture
 def nobody():
-    """An endpoint at which nobody listens."""
+    """Return an endpoint at which no engine listens."""
     with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))  # and does not listen
+        taken.bind(("127.0.0.1", 0))  # without listening
         yield f"tcp://127.0.0.1:{taken.getsockname()[1]}"
 
 
-def test_nothing_received_is_a_problem(tmp_path, capsys, nobody):
+def test_a_recording_that_received_nothing_exits_with_1(tmp_path, capsys, nobody):
     path = tmp_path / "a.jsonl"
     record = ["record", nobody, str(path), "--seconds", "0.01"]
     assert main(record) == 1
@@ -245,14 +245,14 @@ def test_nothing_received_is_a_problem(tmp_path, capsys, nobody):
     assert capsys.readouterr().out == f"{path}: 0 events, 0 streams, vLLM 0.33.0, {nobody}\nno events\n"
 
 
-def test_an_engine_that_publishes_nothing_is_told_from_no_engine(tmp_path, capsys):
+def test_an_engine_that_publishes_nothing_is_distinguished_from_no_engine(tmp_path, capsys):
     with KvPublisher("vllm-0.33") as publisher:
         endpoint = publisher.endpoints[0]
         assert main(["record", endpoint, str(tmp_path / "a.jsonl"), "--seconds", "0.01"]) == 1
     assert f"nothing was received: no batch from {endpoint}\n" in capsys.readouterr().out
 
 
-def test_a_replay_is_waited_for_no_longer_than_it_was_asked(tmp_path, capsys, nobody):
+def test_a_recording_waits_for_a_replay_no_longer_than_its_seconds(tmp_path, capsys, nobody):
     path = tmp_path / "a.jsonl"
     assert main(["record", nobody, str(path), "--replay", nobody, "--seconds", "0.02", "--ranks", "2"]) == 1
     out = capsys.readouterr().out
@@ -260,7 +260,7 @@ def test_a_replay_is_waited_for_no_longer_than_it_was_asked(tmp_path, capsys, no
     assert f"nothing was received: no connection to {nobody} (Connection refused)" in out
 
 
-def test_an_existing_file_is_replaced_only_on_request(clean, capsys, nobody):
+def test_an_existing_file_is_overwritten_only_on_request(clean, capsys, nobody):
     before = clean.read_bytes()
     record = ["record", nobody, str(clean), "--seconds", "0.01"]
     assert main(record) == 2
@@ -271,7 +271,7 @@ def test_an_existing_file_is_replaced_only_on_request(clean, capsys, nobody):
     assert before != clean.read_bytes()
 
 
-def test_several_files_and_directories_have_a_total(clean, broken, tmp_path, capsys):
+def test_check_of_several_files_or_a_directory_prints_a_total(clean, broken, tmp_path, capsys):
     assert main(["check", str(clean), str(clean)]) == 0
     assert re.fullmatch(r"2 files, \d+ events: 2 without\n", capsys.readouterr().out)
 
@@ -288,7 +288,7 @@ def test_several_files_and_directories_have_a_total(clean, broken, tmp_path, cap
     assert out.endswith("\n2 files, 3 events: 1 with problems, 1 cannot be read\n")
 
 
-def test_a_capture_is_read_without_a_dialect(clean, capsys):
+def test_a_dialect_is_refused_for_a_capture(clean, capsys):
     assert main(["check", str(clean), "--dialect", "vllm-0.33"]) == 2
     text = "this is a capture, which names its engine itself: leave the dialect out"
     assert capsys.readouterr().err == f"check: {clean}: {text}\n"
@@ -303,21 +303,21 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_the_end_of_a_capture_is_checked(end, clean, capsys):
+def test_the_last_line_of_a_capture_is_checked(end, clean, capsys):
     change, message = ENDS[end]
     clean.write_text("\n".join([*change(clean.read_text().splitlines()), ""]))
     assert main(["check", str(clean)]) == 2
     assert re.fullmatch(rf"check: {clean}: line \d+: {message}.*\n", capsys.readouterr().err)
 
 
-def test_a_dialect_of_a_module_is_known_while_the_command_runs(acme, tmp_path, capsys):
+def test_a_dialect_of_a_module_is_known_only_while_the_command_runs(acme, tmp_path, capsys):
     assert main(["dialects", "-p", acme]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("acme-1 ")
-    assert main(["check", str(tmp_path), "--dialect", "acme-1"]) == 2  # nothing is left of it
+    assert main(["check", str(tmp_path), "--dialect", "acme-1"]) == 2  # the dialect is gone again
     assert "unknown dialect 'acme-1'" in capsys.readouterr().err
 
 
-def test_a_command_that_cannot_be_loaded_is_one_line(monkeypatch, capsys):
+def test_a_command_that_cannot_be_imported_is_reported_in_one_line(monkeypatch, capsys):
     gone = EntryPoint("weigh", "pytest_kvmock.contrib.scales:add_parser", command.COMMANDS)
     monkeypatch.setattr(command, "entry_points", lambda group: [gone])
     assert main(["weigh", "this", "--twice"]) == 2
@@ -326,7 +326,7 @@ def test_a_command_that_cannot_be_loaded_is_one_line(monkeypatch, capsys):
     assert main(["backends"]) == 0
 
 
-def test_a_command_of_somebody_else_is_found(monkeypatch, capsys):
+def test_a_command_of_another_package_is_found(monkeypatch, capsys):
     def add_parser(commands, plugins):
         commands.add_parser("weigh", parents=[plugins]).set_defaults(run=lambda _: 7)
 
@@ -334,7 +334,7 @@ def test_a_command_of_somebody_else_is_found(monkeypatch, capsys):
     assert main(["weigh"]) == 7
 
 
-def test_what_a_hook_of_a_module_returns_is_checked(acme, tmp_path, capsys):
+def test_the_dialects_that_a_hook_returns_are_checked(acme, tmp_path, capsys):
     path = tmp_path / "acme_kv.py"
     path.write_text(HOOK.replace('{"acme-1"', '{"acme-2"'))
     assert main(["dialects", "-p", acme]) == 2
@@ -342,7 +342,7 @@ def test_what_a_hook_of_a_module_returns_is_checked(acme, tmp_path, capsys):
     assert capsys.readouterr().err == f"dialects: {expected}\n"
 
 
-def test_backends_and_dialects_are_listed(capsys):
+def test_backends_and_dialects_commands_list_all_names(capsys):
     assert main(["backends"]) == 0
     listed = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in listed][: len(BACKENDS)] == [*BACKENDS]
@@ -366,7 +366,7 @@ class Terminal:
         pass
 
 
-def test_progress_is_for_long_files_on_a_terminal(clean, monkeypatch, capsys):
+def test_progress_is_shown_for_long_files_on_a_terminal_only(clean, monkeypatch, capsys):
     terminal = Terminal()
     monkeypatch.setattr(sys, "stderr", terminal)
     assert main(["check", str(clean)]) == 0
@@ -376,11 +376,11 @@ def test_progress_is_for_long_files_on_a_terminal(clean, monkeypatch, capsys):
     monkeypatch.setattr("pytest_kvmock.servers.capture.check._EVERY", 5)
     assert main(["check", str(clean)]) == 0
     assert re.search(r"\r *\d+ %, \d+ events", terminal.text)
-    assert terminal.text.endswith("\r\x1b[K")  # the line is gone
+    assert terminal.text.endswith("\r\x1b[K")  # the line is erased
     assert "%" not in capsys.readouterr().out
 
 
-def test_it_is_a_program(broken):
+def test_python_m_pytest_kvmock_is_a_program(broken):
     done = subprocess.run(
         [sys.executable, "-m", "pytest_kvmock", "check", str(broken)], capture_output=True, text=True, check=False
     )
@@ -388,13 +388,13 @@ def test_it_is_a_program(broken):
     assert "block 7 was never stored" in done.stdout
 
 
-def test_it_loads_no_pytest(broken):
+def test_the_command_does_not_import_pytest(broken):
     code = f"import sys; from pytest_kvmock.__main__ import main; main(['check', {str(broken)!r}]); print('pytest' in sys.modules)"  # noqa: E501
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "False"
 
 
-def test_an_interrupted_command_reports_that_and_exits_with_130(clean, monkeypatch, capsys):
+def test_an_interrupted_command_exits_with_130(clean, monkeypatch, capsys):
     def interrupted(*given, **named):
         raise KeyboardInterrupt
 
@@ -403,7 +403,7 @@ def test_an_interrupted_command_reports_that_and_exits_with_130(clean, monkeypat
     assert capsys.readouterr().err == "dialects: interrupted\n"
 
 
-def test_a_reader_that_has_seen_enough_is_not_an_error():
+def test_a_closed_output_pipe_is_not_an_error():
     program = "import sys; from pytest_kvmock.__main__ import main; sys.stdout.reconfigure(line_buffering=True); raise SystemExit(main(['dialects']))"  # noqa: E501
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         process.stdout.close()

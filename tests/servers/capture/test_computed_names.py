@@ -1,6 +1,4 @@
-"""Names of vLLM's blocks, computed from parents and tokens: what was changed on its way is found, and nothing else
-is.
-"""
+"""Names of vLLM's blocks are computed from parents and tokens: each changed event is found, and no other."""
 
 import gzip
 import json
@@ -30,7 +28,7 @@ GIVEN = {"hash": "sha256_cbor", "seed": "0"}
 
 
 def engine(dialect, wire=None):
-    """A worker of the engine that speaks a dialect, and what it publishes as bytes."""
+    """Return a worker of the engine with this dialect, its events, and a wire for their bytes."""
     row = DIALECTS[dialect]
     spec = speaker_of(row)
     events = []
@@ -44,7 +42,7 @@ def engine(dialect, wire=None):
 
 
 def traffic(dialect, seed=0, requests=30, *, keys=True):
-    """The batches of random requests that share prefixes; some carry a salt, an adapter or an image."""
+    """Return the batches of random requests with shared prefixes; some have a salt, an adapter or an image."""
     worker, events, wire = engine(dialect)
     rng, prefixes = Random(seed), [[n * 1000 + i for i in range(16)] for n in range(3)]
     carried = [{}, {}, {"cache_salt": "t"}, {"lora_name": "a"}, {"multimodal": [("ab" * 32, 5, 6)]}]
@@ -76,17 +74,17 @@ def computed(found):
 @pytest.mark.parametrize("given", [{}, GIVEN], ids=["found", "given"])
 @pytest.mark.parametrize("dialect", OF_VLLM)
 @pytest.mark.parametrize("seed", seeds(20))
-def test_what_an_engine_publishes_is_right(tmp_path, dialect, given, seed):
+def test_an_engines_own_names_are_right(tmp_path, dialect, given, seed):
     found = checked(tmp_path, traffic(dialect, seed), dialect, **given)
     assert found.errors == []
     assert computed(found)[0]
 
 
-def test_recorded_bytes_of_releases_are_right(tmp_path):
+def test_recorded_payloads_of_releases_have_right_names(tmp_path):
     count = 0
     for release in json.loads(gzip.decompress((DATA / "wire_releases.json.gz").read_bytes())):
         for case in release["cases"]:
-            # What is by hand has names by hand; and 0.9 named blocks by Python's own hash.
+            # Hand-made events have made-up names, and 0.9 named blocks by Python's own hash.
             if "refused" in case or "by hand" in case["name"] or case["dialect"] not in OF_VLLM[1:]:
                 continue
             payload = bytes.fromhex(next(iter(case["published"].values())))
@@ -98,7 +96,7 @@ def test_recorded_bytes_of_releases_are_right(tmp_path):
 
 
 @worth_its_time
-def test_recorded_streams_of_hybrid_models_and_of_a_host_are_right(tmp_path):
+def test_recorded_streams_of_hybrid_models_and_of_a_host_have_right_names(tmp_path):
     streams = [each.batches for each in hybrid_streams.hybrid_streams(DATA / "vllm_0.33.0_hybrid_streams.json.gz")]
     streams += [batches for _, batches in hybrid_streams.offload_streams(DATA / "vllm_0.33.0_offload_streams.json.gz")]
     count = 0
@@ -117,7 +115,7 @@ def test_recorded_streams_of_hybrid_models_and_of_a_host_are_right(tmp_path):
 
 
 def looking_ahead(modules=1, algorithm="sha256_cbor", dialect="vllm-0.33"):
-    """The batches of an engine whose names cover so many of the next tokens."""
+    """Return the batches of an engine whose names cover the next `modules` tokens."""
     make = partial(
         BACKENDS["vllm_mtp"].make, hash_algorithm=algorithm, speculative=Speculative(tokens=3, modules=modules)
     )
@@ -151,7 +149,7 @@ def test_names_that_look_ahead_are_computed_with_the_next_tokens(tmp_path, algor
 def next_token(fields):
     ahead = fields.get("lookahead_token_ids")
     if ahead and fields["parent_block_hash"] is None:
-        ahead[-1][-1] += 1  # of the last block: nothing in the event says that it is another
+        ahead[-1][-1] += 1  # of the last block: nothing else in the event shows the change
         return True
     return False
 
@@ -168,7 +166,7 @@ def without_lookahead(fields):
 
 
 @pytest.mark.parametrize("change", [next_token, own_token, without_lookahead])
-def test_a_name_that_looked_at_other_tokens_is_found(tmp_path, change):
+def test_a_name_with_changed_look_ahead_tokens_is_found(tmp_path, change):
     payloads = changed(looking_ahead(), "vllm-0.33", change)
     assert wrong(checked(tmp_path, payloads, "vllm-0.33", **GIVEN))
 
@@ -177,7 +175,7 @@ def test_a_name_that_looked_at_other_tokens_is_found(tmp_path, change):
 
 
 def changed(payloads, dialect, change):
-    """The payloads with one Stored changed; `change` is called with each as fields by name, until it returns True."""
+    """Return the payloads with one Stored changed; `change` gets the fields of each by name until it returns True."""
     names = [field.name for field in DIALECTS[dialect].stored]
     is_done, out = False, []
     for payload in payloads:
@@ -197,7 +195,7 @@ def changed(payloads, dialect, change):
 
 
 class AfterRoots:
-    """Changes the first Stored below a parent that comes after so many roots; it remembers the roots before."""
+    """Changes the first Stored below a parent after several roots; `roots` are the roots before it."""
 
     def __init__(self, change):
         self.change, self.roots = change, []
@@ -233,7 +231,7 @@ def other_name(fields, other):
 @pytest.mark.parametrize("given", [{}, GIVEN], ids=["found", "given"])
 @pytest.mark.parametrize("change", [other_parent, no_parent, other_tokens, other_name])
 @pytest.mark.parametrize("dialect", SAY_KEYS)
-def test_a_change_is_found_once(tmp_path, dialect, change, given):
+def test_each_change_of_a_stored_is_found_once(tmp_path, dialect, change, given):
     payloads = changed(traffic(dialect, keys=False), dialect, AfterRoots(change))
     (problem,) = wrong(checked(tmp_path, payloads, dialect, **given))
     assert problem.is_error
@@ -241,7 +239,7 @@ def test_a_change_is_found_once(tmp_path, dialect, change, given):
 
 @pytest.mark.parametrize("given", [{}, GIVEN], ids=["found", "given"])
 @pytest.mark.parametrize("change", [other_tokens, other_name])
-def test_the_first_event_is_judged_too(tmp_path, change, given):
+def test_a_change_of_the_first_event_is_found(tmp_path, change, given):
     def first(fields):
         change(fields, None)
         return True
@@ -252,14 +250,14 @@ def test_the_first_event_is_judged_too(tmp_path, change, given):
 
 
 @pytest.mark.parametrize("dialect", [name for name in OF_VLLM if name not in SAY_KEYS])
-def test_a_dialect_that_does_not_say_what_is_hashed_shows_another_parent(tmp_path, dialect):
+def test_a_wrong_parent_is_found_in_a_dialect_without_keys(tmp_path, dialect):
     payloads = changed(traffic(dialect, keys=False), dialect, AfterRoots(other_parent))
     (problem,) = wrong(checked(tmp_path, payloads, dialect))
     assert "; the hash fits parent" in problem.observed
 
 
 @pytest.mark.parametrize("dialect", [name for name in OF_VLLM if name not in SAY_KEYS])
-def test_a_wrong_name_shows_there_where_the_blocks_behind_it_are_right(tmp_path, dialect):
+def test_a_wrong_name_is_found_in_a_dialect_without_keys_if_the_blocks_after_it_are_right(tmp_path, dialect):
     def of_a_second(fields):
         if len(fields["block_hashes"]) < 3:
             return False
@@ -271,7 +269,7 @@ def test_a_wrong_name_shows_there_where_the_blocks_behind_it_are_right(tmp_path,
 
 
 @pytest.mark.parametrize("keys", [{"cache_salt": "t"}, {"multimodal": [("ab" * 32, 5, 6)]}])
-def test_keys_that_are_in_the_events_are_hashed(tmp_path, keys):
+def test_keys_in_an_event_are_part_of_the_computed_names(tmp_path, keys):
     worker, events, wire = engine("vllm-0.33")
     worker.serve(range(100, 108))
     worker.serve(Prompt(range(20), **keys))
@@ -296,7 +294,7 @@ def test_keys_that_are_in_the_events_are_hashed(tmp_path, keys):
 # --------------------------------------------------------------------------------------- by what, and of how many
 
 
-def test_one_line_counts_the_computed_names_and_the_others_with_the_reason(tmp_path):
+def test_one_note_counts_computed_names_and_the_others_by_reason(tmp_path):
     worker, events, wire = engine("vllm-0.33")
     worker.serve(range(12))
     worker.serve(Prompt(range(8), lora_name="a"))
@@ -310,7 +308,7 @@ def test_one_line_counts_the_computed_names_and_the_others_with_the_reason(tmp_p
     assert f"note: {line}\nclean" in found.text()
 
 
-def test_a_wrong_name_is_told_with_the_hash_that_it_does_not_follow_by(tmp_path):
+def test_a_wrong_name_is_reported_with_the_hash_algorithm_and_seed(tmp_path):
     found = checked(tmp_path, traffic("vllm-0.33"), "vllm-0.33", hash="sha256", seed="7")
     assert all(
         problem.expected.startswith("the chain of parent and tokens (sha256, seed '7') is ") for problem in wrong(found)
@@ -320,7 +318,7 @@ def test_a_wrong_name_is_told_with_the_hash_that_it_does_not_follow_by(tmp_path)
 
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor", "xxhash", "xxhash_cbor"])
 @pytest.mark.parametrize("seed", ["0", "42", None])
-def test_the_hash_that_fits_is_found_with_the_seed_0_and_without_one(tmp_path, algorithm, seed):
+def test_the_hash_algorithm_is_detected_for_seed_0_and_without_a_seed(tmp_path, algorithm, seed):
     if seed is None and algorithm.startswith("xxhash"):
         pytest.skip("it has another seed in each process")
     worker, events, wire = keyed_engine(algorithm, seed)
@@ -349,7 +347,7 @@ def keyed_engine(algorithm, seed, dialect="vllm-0.33"):
     return worker, events, KvWire(row, digests=digests)
 
 
-def test_below_a_random_root_children_are_judged_where_their_parents_digest_is_at_hand(tmp_path):
+def test_children_of_a_random_root_are_checked_if_the_parents_digest_is_known(tmp_path):
     def published(dialect):
         worker, events, wire = keyed_engine("sha256_cbor", "of this process", dialect)
         worker.serve(range(12))
@@ -370,7 +368,7 @@ def test_below_a_random_root_children_are_judged_where_their_parents_digest_is_a
     assert wrong(checked(tmp_path, changed(published("vllm-0.33-bytes"), "vllm-0.33-bytes", child), "vllm-0.33-bytes"))
 
 
-def test_children_of_unknown_blocks_do_not_use_up_the_trials(tmp_path):
+def test_children_of_unknown_blocks_do_not_use_up_the_detection_attempts(tmp_path):
     row, wire = DIALECTS["vllm-0.33"], KvWire("vllm-0.33")
     for number in range(100):
         wire.publish(Stored(2**62, (2**62 + 1 + number,), (7,)), token_ids=[[number] * SIZE])
@@ -382,7 +380,7 @@ def test_children_of_unknown_blocks_do_not_use_up_the_trials(tmp_path):
     assert note == "3 names computed (sha256_cbor, seed '0'); 100 not: 100 below a parent whose name was not computed"
 
 
-def test_a_wrong_hash_is_refused_in_one_line(tmp_path):
+def test_an_invalid_hash_or_seed_is_refused_in_one_line(tmp_path):
     path = tmp_path / "a.msgpack"
     path.write_bytes(b"".join(traffic("vllm-0.33", requests=1)))
     for given, message in (
@@ -401,7 +399,7 @@ def test_a_wrong_hash_is_refused_in_one_line(tmp_path):
 
 
 def replaced(event, **changes):
-    """The event with other fields of its Stored."""
+    """Return the event with other fields of its Stored."""
     return replace(event, event=replace(event.event, data=replace(event.event.data, **changes)))
 
 
@@ -419,7 +417,7 @@ def with_other_name(event, root):
 
 
 def into_sink(sink, change=None):
-    """What an engine publishes, in a sink; `change` is made to the second Stored of the first prompt, which goes on
+    """Publish an engine's events to a sink; `change` alters the second Stored of the first prompt, and blocks follow
     below it.
     """
     worker, events, _ = engine("vllm-0.33")
@@ -434,7 +432,7 @@ CHANGES = [with_other_parent, with_other_tokens, with_other_name]
 
 
 @pytest.mark.parametrize("given", [GIVEN, {}], ids=["given", "not given"])
-def test_a_sink_of_vllms_names_is_right(given):
+def test_a_sink_with_vllms_names_has_no_problems(given):
     kv = RouterHarness(EngineProfile(block_size=SIZE))
     into_sink(kv.make_sink(residency="counted", **given))
     kv.judge()
@@ -442,7 +440,7 @@ def test_a_sink_of_vllms_names_is_right(given):
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_sink_that_knows_the_hash_finds_a_change(change):
+def test_a_sink_with_a_declared_hash_finds_a_change(change):
     kv = RouterHarness(EngineProfile(block_size=SIZE))
     into_sink(kv.make_sink(residency="counted", **GIVEN), change)
     (problem,) = kv.judge().errors
@@ -450,8 +448,8 @@ def test_a_sink_that_knows_the_hash_finds_a_change(change):
 
 
 def carried_into(sink, dialect, change=None):
-    """Prompts with a salt, an adapter and an image, as an engine of a dialect publishes them; `change` is made to
-    the last event.
+    """Publish prompts with a salt, an adapter and an image as an engine of a dialect does; `change` alters the last
+    event.
     """
     worker, events, _ = engine(dialect)
     for keys in ({}, {"cache_salt": "t"}, {"lora_name": "a"}, {"multimodal": [("ab" * 32, 1, 6)]}, {"cache_salt": "u"}):
@@ -461,14 +459,14 @@ def carried_into(sink, dialect, change=None):
         sink.publish(event.event, token_ids=[list(tokens) for tokens in event.token_ids], extra=event.extra)
 
 
-@pytest.mark.parametrize("dialect", OF_VLLM[1:])  # the names of 0.9 are signed
-def test_a_sink_of_any_release_is_right_whatever_prompts_carry(tmp_path, dialect):
+@pytest.mark.parametrize("dialect", OF_VLLM[1:])  # 0.9 has signed names
+def test_a_sink_of_any_release_is_right_with_all_keys_of_prompts(tmp_path, dialect):
     captured = Captured(tmp_path / "a.jsonl", profile=EngineProfile(block_size=SIZE))
     carried_into(captured.kv.make_sink(residency="counted", **GIVEN), dialect)
     assert (captured.found(), captured.again()) == ([], [])
 
 
-def test_a_sink_whose_salts_were_right_finds_a_change_of_what_carries_one():
+def test_a_sink_with_right_salts_finds_a_change_of_a_salted_block():
     kv = RouterHarness(EngineProfile(block_size=SIZE))
     carried_into(kv.make_sink(residency="counted", **GIVEN), "vllm-0.33", with_other_name)
     (problem,) = kv.judge().errors
@@ -489,7 +487,7 @@ def test_each_rank_of_a_sink_has_its_own_names():
     assert [(problem.rule, problem.dp_rank) for problem in kv.events.errors] == [("wrong_hash", 1)]
 
 
-def test_a_fault_before_a_sink_of_known_names_is_injected_and_no_other_problem():
+def test_a_fault_before_a_sink_with_a_declared_hash_is_attributed_to_the_fault():
     kv = RouterHarness(EngineProfile(block_size=SIZE))
     sink = kv.make_sink(residency="counted", **GIVEN)
     with kv.faults.wrong_parent():
@@ -499,7 +497,7 @@ def test_a_fault_before_a_sink_of_known_names_is_injected_and_no_other_problem()
 
 
 @pytest.mark.parametrize("change", [None, *CHANGES])
-def test_a_capture_knows_by_what_the_blocks_of_a_sink_are_named(tmp_path, change):
+def test_a_capture_contains_the_declared_hash_of_a_sink(tmp_path, change):
     captured = Captured(tmp_path / "a.jsonl", profile=EngineProfile(block_size=SIZE))
     into_sink(captured.kv.make_sink(residency="counted", **GIVEN), change)
     found = captured.found()
@@ -508,7 +506,7 @@ def test_a_capture_knows_by_what_the_blocks_of_a_sink_are_named(tmp_path, change
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_sinks_change_is_reduced_to_a_test_that_makes_such_a_sink(change):
+def test_a_changed_event_of_a_sink_is_reduced_to_a_sink_with_the_declared_hash(change):
     kv = RouterHarness(EngineProfile(block_size=SIZE))
     into_sink(kv.make_sink(residency="counted", **GIVEN), change)
     kv.judge()
@@ -535,7 +533,7 @@ def test_a_sinks_change_is_reduced_to_a_test_that_makes_such_a_sink(change):
         ),
     ],
 )
-def test_a_sink_with_a_wrong_hash_is_refused_in_one_line(given, message):
+def test_a_sink_with_an_invalid_hash_is_refused_in_one_line(given, message):
     kv = RouterHarness()
     with pytest.raises(ValueError, match=f"^{message}"):
         kv.make_sink(**given)

@@ -1,4 +1,4 @@
-"""Files of events as programs print them: read as literals, and never evaluated."""
+"""Files of events as programs print them: parsed as literals, and never evaluated."""
 
 import pytest
 
@@ -43,7 +43,7 @@ def checked(tmp_path, text, **options):
     ids=["subscriber", "reprs", "batches", "dicts", "json"],
 )
 @pytest.mark.parametrize("dialect", [None, "vllm-0.33", "vllm-0.19"])
-def test_printed_events_are_read(tmp_path, text, count, dialect):
+def test_printed_events_are_parsed(tmp_path, text, count, dialect):
     found = checked(tmp_path, text, dialect=dialect)
     assert found.unreadable == []
     assert found.log.total == count
@@ -75,7 +75,7 @@ def test_problems_in_printed_events_are_found(tmp_path):
         ),
     ],
 )
-def test_what_cannot_be_read_is_one_line(tmp_path, text, dialect, message):
+def test_an_unreadable_printed_event_is_refused_in_one_line(tmp_path, text, dialect, message):
     with pytest.raises(CaptureError, match=message) as error:
         checked(tmp_path, text, dialect=dialect)
     assert "\n" not in str(error.value)

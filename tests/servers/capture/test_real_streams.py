@@ -1,6 +1,4 @@
-"""Streams that real engines published, as payloads of their dialects: a check finds nothing wrong, and one fault in
-them.
-"""
+"""Recorded streams of real engines as payloads: a check finds no problem, and finds one lost event."""
 
 import pytest
 
@@ -16,12 +14,12 @@ STREAMS = {
 
 
 def tokens_of(block):
-    """Tokens for a block: recordings have names alone, and the same name has the same tokens."""
+    """Return tokens for a block: recordings have only names, and equal names get equal tokens."""
     return [block >> shift & 0xFFFF for shift in (0, 16, 32, 48)]
 
 
 def payloads(program, dialect, change=lambda events: events):
-    """What the engine sent, one batch an operation; tokens are made up."""
+    """Return the engine's batches, one per operation; the tokens are made up."""
     wire = KvWire(dialect)
     events = [event for step in program["steps"] for event in [*step["events"], None]]
     with_steps = change(events)
@@ -56,8 +54,8 @@ def test_the_stream_of_a_real_engine_is_clean(recording, tmp_path, name):
 
 
 @pytest.mark.parametrize("name", STREAMS)
-def test_one_event_that_is_missing_is_found(recording, tmp_path, name):
-    """The first Stored of a stream that a later event needs: a child, or a Removed."""
+def test_one_lost_event_is_found(recording, tmp_path, name):
+    """The lost event is the first Stored of a stream on which a later child or Removed depends."""
 
     def lose_first(events):
         first = next(event for event in events if event and event[0] == "S")
@@ -69,7 +67,7 @@ def test_one_event_that_is_missing_is_found(recording, tmp_path, name):
         try:
             data = payloads(program, STREAMS[name], lose_first)
         except AssertionError:
-            continue  # nothing is removed that it stored
+            continue  # no Removed names its blocks
         path = tmp_path / "a.msgpack"
         path.write_bytes(data)
         rules = {problem.rule for problem in check_file(path, dialect=STREAMS[name]).errors}

@@ -1,4 +1,4 @@
-"""Recording a live engine: what its publisher sends is in the capture, with a replay from the start."""
+"""Recording a live engine: the capture contains everything that it publishes, with a replay from the start."""
 
 import json
 import threading
@@ -14,7 +14,7 @@ PROFILE = EngineProfile(block_size=4, num_blocks=16)
 
 
 class Engine:
-    """A worker over a real socket: it has served before anybody subscribes, and serves once somebody has."""
+    """A worker over a real socket: it serves requests before and after the first subscription."""
 
     def __init__(self, publisher, backend="vllm", before=3, after=5):
         self.publisher, self.after = publisher, after
@@ -51,7 +51,7 @@ def test_a_live_engine_is_recorded_from_the_start(tmp_path, dialect, backend):
             tmp_path / "a.jsonl",
             dialect=dialect,
             replay=publisher.replay_endpoints[0],
-            batches=8 + (backend == "sglang"),  # it begins with a Cleared
+            batches=8 + (backend == "sglang"),  # sglang starts with a Cleared
         )
 
     checked = check_file(tmp_path / "a.jsonl")
@@ -61,7 +61,7 @@ def test_a_live_engine_is_recorded_from_the_start(tmp_path, dialect, backend):
     assert dialect == checked.header["engine"]["dialect"]
 
 
-def test_without_a_replay_the_stream_begins_with_what_arrives(tmp_path):
+def test_a_recording_without_a_replay_starts_with_the_first_batch_that_arrives(tmp_path):
     with KvPublisher("vllm-0.33") as publisher, Engine(publisher) as engine:
         recorded = record(publisher.endpoints[0], tmp_path / "a.jsonl", batches=5)
 
@@ -70,7 +70,7 @@ def test_without_a_replay_the_stream_begins_with_what_arrives(tmp_path):
     assert stored == [entry.event.event.data for entry in list(engine.kv.events)[3:4]]
 
 
-def test_what_is_lost_and_what_cannot_be_read_is_in_the_capture(tmp_path):
+def test_lost_and_unreadable_batches_are_in_the_capture(tmp_path):
     with KvPublisher("vllm-0.33") as publisher:
 
         def run():
@@ -98,7 +98,7 @@ def test_what_is_lost_and_what_cannot_be_read_is_in_the_capture(tmp_path):
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_stream_in_another_dialect_ends_too_and_is_not_clean(tmp_path, replay):
+def test_a_recording_in_another_dialect_ends_and_is_not_clean(tmp_path, replay):
     with KvPublisher("vllm-0.33") as publisher, Engine(publisher):
         endpoint = publisher.replay_endpoint if replay else None
         recorded = record(
@@ -110,7 +110,7 @@ def test_a_stream_in_another_dialect_ends_too_and_is_not_clean(tmp_path, replay)
     assert not check_file(tmp_path / "a.jsonl").is_clean
 
 
-def test_ranks_are_on_the_ports_after_the_first(tmp_path):
+def test_ranks_are_recorded_from_consecutive_ports(tmp_path):
     with KvPublisher("vllm-0.33", ranks=2) as publisher:
 
         def run():
@@ -134,7 +134,7 @@ def _of_rank(rank, data):
     return RouterEvent(0, KvCacheEvent(0, data, rank), token_ids=[[1, 2]])
 
 
-def test_an_interrupt_ends_it_and_keeps_what_came(tmp_path):
+def test_an_interrupt_ends_a_recording_and_keeps_its_events(tmp_path):
     def interrupt(_):
         raise KeyboardInterrupt
 
@@ -159,7 +159,7 @@ def test_a_recording_ends_after_its_seconds(tmp_path):
         ({"ranks": 0}, ValueError, "ranks must be"),
     ],
 )
-def test_wrong_arguments_are_refused_and_nothing_is_written(tmp_path, given, kind, message):
+def test_wrong_arguments_of_record_are_refused_and_nothing_is_written(tmp_path, given, kind, message):
     with pytest.raises(kind, match=message):
         record("tcp://127.0.0.1:5557", tmp_path / "a.jsonl", **given)
     assert list(tmp_path.iterdir()) == []
@@ -176,7 +176,7 @@ def test_a_file_that_cannot_be_written_is_refused(tmp_path):
         record("tcp://127.0.0.1:5557", tmp_path)
 
 
-def test_the_capture_is_json_lines(tmp_path):
+def test_a_capture_is_json_lines(tmp_path):
     with KvPublisher("vllm-0.33") as publisher, Engine(publisher):
         record(publisher.endpoints[0], tmp_path / "a.jsonl", batches=1)
     kinds = [next(iter(json.loads(line))) for line in (tmp_path / "a.jsonl").read_text().splitlines()]

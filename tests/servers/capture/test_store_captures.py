@@ -1,4 +1,4 @@
-"""Captures of workers that share a store: whose a block is stands in them, and a check judges by it."""
+"""Captures of workers that share a store name the owner of each block, and a check uses it."""
 
 import json
 
@@ -24,7 +24,7 @@ def captured(path, stores=STORES):
 
 
 def removed_by_another(world):
-    """Another worker of the store takes back a block that it has not announced."""
+    """Let another worker of the store remove a block that it has not announced."""
     *_, block = (
         entry.event.event.data.block_hashes[0]
         for entry in world.kv.events
@@ -34,7 +34,7 @@ def removed_by_another(world):
     world.kv.apply(RouterEvent(1, KvCacheEvent(event_id, Removed((block,))), StorageTier.DISK))
 
 
-def test_a_check_judges_blocks_of_a_store_as_the_test_did(tmp_path):
+def test_a_check_judges_store_blocks_as_the_test_did(tmp_path):
     world = captured(tmp_path / "capture.jsonl")
     removed_by_another(world)
     assert world.found() == world.again() == []
@@ -43,14 +43,14 @@ def test_a_check_judges_blocks_of_a_store_as_the_test_did(tmp_path):
     assert [each.get("stores") for each in streams] == [{"disk": "disk"}, {"disk": "disk"}, None]
 
 
-def test_without_stores_the_same_is_an_error_in_both(tmp_path):
+def test_without_stores_a_removed_of_another_worker_is_an_error_in_test_and_check(tmp_path):
     world = captured(tmp_path / "capture.jsonl", stores=None)
     removed_by_another(world)
     assert world.found() == world.again() != []
 
 
 @pytest.mark.parametrize("stores", ['"disk"', '{"dsk":"a"}'])
-def test_stores_that_cannot_be_read_are_one_line(tmp_path, stores):
+def test_an_unreadable_store_is_refused_in_one_line(tmp_path, stores):
     path = tmp_path / "capture.jsonl"
     captured(path).found()
     path.write_text(path.read_text().replace('"stores":{"disk":"disk"}', f'"stores":{stores}'))

@@ -1,4 +1,4 @@
-"""Captures of workers with a host: the same in each run, and judged again as they were, late faults included."""
+"""Captures of workers with a host: equal in each run, with the same verdict at a check, late faults included."""
 
 import contextlib
 from random import Random
@@ -19,7 +19,7 @@ SEEDS = (*range(12), 78)
 
 
 def tiered(path, seed, *, fault=None):
-    """Random traffic on a small host behind a slow link; near the end, perhaps, a fault is asked for."""
+    """Serve random traffic on a small host behind a slow link; `fault`, if any, is requested near the end."""
     rng = Random(seed)
     tiers = {"host": rng.choice([1, 2, 4, 8]), "gbps": rng.choice([0.00001, 0.0001, 1.0])}
     world = Captured(path, rng.choice(BACKENDS), EngineProfile(block_size=4, num_blocks=6, tiers=tiers))
@@ -54,7 +54,7 @@ def test_a_capture_of_a_worker_with_tiers_is_the_same_in_each_run(tmp_path):
     assert len(set(texts)) == 1
 
 
-def test_a_capture_of_a_worker_with_tiers_is_judged_as_it_was(tmp_path):
+def test_a_capture_of_a_worker_with_tiers_gets_the_same_verdict_at_a_check(tmp_path):
     differing = []
     for seed in SEEDS:
         world = tiered(tmp_path / f"{seed}", seed, fault=doubled)
@@ -64,7 +64,7 @@ def test_a_capture_of_a_worker_with_tiers_is_judged_as_it_was(tmp_path):
     assert differing == []
 
 
-def test_a_late_fault_makes_no_problem_that_is_not_its_own(tmp_path):
+def test_a_late_fault_causes_no_unattributed_problem(tmp_path):
     for seed in SEEDS:
         world = tiered(tmp_path / f"{seed}", seed, fault=doubled)
         world.found()
@@ -72,7 +72,7 @@ def test_a_late_fault_makes_no_problem_that_is_not_its_own(tmp_path):
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_the_book_of_a_late_fault_holds_what_has_arrived(tmp_path, seed):
+def test_the_book_of_a_late_fault_holds_the_blocks_of_arrived_events(tmp_path, seed):
     world = tiered(tmp_path / "a", seed, fault=never)
     world.found()
 
@@ -89,7 +89,7 @@ def held(stream):
 
 
 @pytest.mark.parametrize("described", [False, True])
-def test_a_capture_of_a_host_that_outlives_a_clear_is_judged_as_it_was(tmp_path, described):
+def test_a_capture_of_a_host_that_survives_a_clear_gets_the_same_verdict_at_a_check(tmp_path, described):
     tiers = {"host": 8, "chunk": 2, "self_describing": described}
     world = Captured(tmp_path / "a", "vllm", EngineProfile(block_size=4, num_blocks=6, tiers=tiers))
     worker = world.kv.worker(0)
@@ -112,8 +112,8 @@ STORES = {
 
 @each_parameter
 @pytest.mark.parametrize("kind", STORES)
-def test_a_capture_says_which_tiers_are_a_store_s(tmp_path, kind):
-    """A store's blocks come twice, and LMCache's chunks have a size of their own: neither breaks a rule."""
+def test_a_capture_names_the_tiers_of_a_store(tmp_path, kind):
+    """A store's blocks may be announced twice, and LMCache's chunks have their own size: neither breaks a rule."""
     pytest.importorskip("blake3")
     path = tmp_path / "capture.jsonl"
     profile = EngineProfile(block_size=4, num_blocks=24, workers=2, tiers=STORES[kind])
@@ -139,8 +139,8 @@ def serve_and_clear(kv):
         kv.store("pool").drop(7)
 
 
-def test_a_cleared_of_vllm_leaves_what_is_below_the_device(tmp_path):
-    """Its Removed comes later, and is no breach: LMCache's server drops what a worker had announced."""
+def test_a_cleared_of_vllm_keeps_the_blocks_below_the_device(tmp_path):
+    """Their Removed comes later and is no error: LMCache's server drops what the worker had announced."""
     pytest.importorskip("blake3")
     stores = {"pool": {"kind": "lmcache", "workers": [0], "chunk": 16}}
     with RouterHarness(EngineProfile(block_size=4, num_blocks=24), "vllm", stores=stores) as kv:

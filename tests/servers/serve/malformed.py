@@ -1,5 +1,5 @@
-"""Malformed requests for the ports of a served engine, drawn by a seed: `python tests/servers/serve/malformed.py
-10000` tries so many by hand.
+"""Malformed requests for the ports of a served engine, drawn from a seed. To send 10,000 of them by hand:
+`python tests/servers/serve/malformed.py 10000`.
 """
 
 import gzip
@@ -95,7 +95,7 @@ RAW = (
 
 
 def mutated(rng, value):
-    """Return JSON of which one part is odd."""
+    """Return JSON with one odd part."""
     if isinstance(value, dict) and value and rng.random() < 0.9:
         out = dict(value)
         name = rng.choice(list(out))
@@ -139,7 +139,7 @@ def body_of(rng, path, template):
     if path.startswith("/wait") and isinstance(value, dict):
         value["timeout"] = rng.choice((0, 0.01, 0.01, -1, "x", None, [], 1e9, float("nan"), True))
     text = json.dumps(value).encode()
-    if kind < 0.25:  # cut, or with other bytes
+    if kind < 0.25:  # truncated, or with other bytes
         at = rng.randrange(len(text))
         return rng.choice(
             (text[:at], text[:at] + bytes([rng.randrange(256)]) + text[at + 1 :], text + text, b"\xef\xbb\xbf" + text)
@@ -169,17 +169,17 @@ def request_of(rng, paths):
 
 
 def answer_to(rng, url, sent, *, may_leave):
-    """Return the status of the answer; None: the connection was closed, or left, without one."""
+    """Return the status of the answer, or None if the connection was closed or left without one."""
     address = urlsplit(url)
     with socket.create_connection((address.hostname, address.port), timeout=30) as connection:
         connection.sendall(sent)
         if rng.random() < 0.1 and may_leave:
-            return None  # it does not wait
+            return None  # the client does not wait
         connection.shutdown(socket.SHUT_WR) if not sent.startswith(
             (b"POST", b"GET")
         ) or b"Content-Length: 5" in sent else None
         if any(each in sent for each in (b"Content-Length: 100\r\n\r\n{", b"chunked", b"\0" * 40)):
-            return None  # more is to come, to them
+            return None  # the server expects more
         answer = b""
         try:
             while part := connection.recv(65_536):
@@ -191,8 +191,8 @@ def answer_to(rng, url, sent, *, may_leave):
 
 
 def fuzz(count, seed, dialect):
-    """Send malformed requests to both ports of a server; return how many had which status, what was wrong, and the
-    longest time of one.
+    """Send malformed requests to both ports of a server; return the number of answers by status, the errors, and the
+    longest time of one request.
     """
     rng = random.Random(seed)
     statuses, wrong, longest = {}, [], 0.0

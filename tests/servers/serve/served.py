@@ -1,4 +1,4 @@
-"""A client of a served engine, from the standard library alone."""
+"""A client of a served engine, using only the standard library."""
 
 import http.client
 import json
@@ -6,7 +6,7 @@ from urllib.parse import urlsplit
 
 
 def call(url, path, body=None, method=None, headers=()):
-    """Return status and body of a request; a body that is JSON as a value."""
+    """Return status and body of a request; a JSON body is parsed."""
     connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=20)
     data = body if isinstance(body, bytes | None) else json.dumps(body).encode()
     try:
@@ -23,7 +23,7 @@ def call(url, path, body=None, method=None, headers=()):
 
 
 def complete(url, prompt, max_tokens=1, **more):
-    """Return the answer to a completion that is served."""
+    """Return the answer to a completion that succeeds."""
     status, answer = call(url, "/v1/completions", {"prompt": prompt, "max_tokens": max_tokens, **more})
     assert status == 200, answer
     return answer
@@ -35,7 +35,7 @@ def cached(answer):
 
 
 def chunks(text):
-    """Return the values of an answer in parts, and whether it ended as it must."""
+    """Return the values of a streamed answer, and whether it ends correctly."""
     events = text.strip().split("\n\n")
     assert all(event.startswith("data: ") for event in events)
     return [json.loads(event[6:]) for event in events[:-1]], events[-1] == "data: [DONE]"

@@ -1,4 +1,4 @@
-"""The faces without sockets: releases, metrics, tokens."""
+"""HTTP faces of engines without sockets: releases, metrics, tokens."""
 
 import json
 
@@ -46,7 +46,7 @@ def test_a_name_is_escaped_in_metrics():
     assert r'model_name="a\"b\\"' in page
 
 
-def test_histograms_count_what_is_below():
+def test_histograms_count_values_cumulatively():
     state = RankState()
     for value in (0.03, 0.05, 9999.0):
         state.ttft.add(value)
@@ -58,7 +58,7 @@ def test_histograms_count_what_is_below():
     assert lines[f'vllm:time_to_first_token_seconds_bucket{{{labels},le="+Inf"}}'] == "3.0"
 
 
-def test_event_sources_are_there_from_the_release_that_has_them():
+def test_event_sources_are_served_by_vllm_0_33_and_not_by_0_28():
     assert answer(face_of("vLLM 0.33.0"), "/kv_event_sources").status == 200
     assert answer(face_of("vLLM 0.28.0"), "/kv_event_sources").status == 404
 
@@ -95,15 +95,15 @@ def test_errors_have_the_form_of_the_release():
         {"prompt": None},
     ],
 )
-def test_wrong_types_are_refused_and_never_an_error_of_ours(body):
+def test_wrong_types_are_refused_and_cause_no_server_error(body):
     for face in (face_of(), face_of("SGLang 0.5.23", "sglang")):
         found = answer(face, "/v1/completions", body)
         if body in ({"prompt": "x", "max_tokens": True}, {"prompt": [True]}):
-            continue  # an integer to pydantic
+            continue  # pydantic takes a boolean as an integer
         assert getattr(found, "status", None) == 400, found
 
 
-def test_a_text_is_one_token_a_byte():
+def test_a_text_has_one_token_per_byte():
     assert encode("hé") == (104, 195, 169)
     assert decode(encode("hé\N{SNOWMAN}")) == "hé\N{SNOWMAN}"
     assert decode([104, 300, 105]) == "h\N{REPLACEMENT CHARACTER}i"
@@ -112,7 +112,7 @@ def test_a_text_is_one_token_a_byte():
     )
 
 
-def test_what_is_generated_follows_from_seed_and_prompt():
+def test_generated_text_depends_on_seed_and_prompt_only():
     def text(seed, prompt):
         source = letters_of(seed, prompt)
         assert isinstance(source, Letters)

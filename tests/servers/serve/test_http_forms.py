@@ -1,4 +1,4 @@
-"""Which ranks stand behind which HTTP port: one port a worker, a port a rank, or one for each of two nodes."""
+"""Ranks behind HTTP ports: one port per worker, per rank, or per node of two."""
 
 import re
 
@@ -22,7 +22,7 @@ def serving(ranks=RANKS, workers=1, dialect="vllm-0.33", **roles):
 
 
 def asked_of(url, text, rank):
-    """Ask for a completion by a header; return its status and what is said."""
+    """Request a completion with a rank in a header; return its status and error message."""
     body = {"prompt": text, "max_tokens": 1}
     status, answer = call(url, "/v1/completions", body, headers={"X-data-parallel-rank": str(rank)})
     return status, answer["error"]["message"] if status != 200 else ""
@@ -35,7 +35,7 @@ def form(request):
 
 
 @each_parameter
-def test_a_header_names_a_rank_by_its_place_behind_the_port(form):
+def test_a_header_names_a_rank_by_its_position_behind_the_port(form):
     server, behind = form
     for ranks in behind:
         for place, rank in enumerate(ranks):
@@ -50,7 +50,7 @@ def test_a_header_names_a_rank_by_its_place_behind_the_port(form):
 
 
 @each_parameter
-def test_event_sources_and_metrics_have_the_numbers_of_the_whole_worker(form):
+def test_event_sources_and_metrics_number_ranks_within_the_whole_worker(form):
     server, behind = form
     bound = server.publisher(1).endpoints
     for ranks in behind:
@@ -64,7 +64,7 @@ def test_event_sources_and_metrics_have_the_numbers_of_the_whole_worker(form):
 
 
 @each_parameter
-def test_the_ready_line_names_each_port_and_the_ranks_behind_it(form):
+def test_the_ready_line_names_each_port_and_its_ranks(form):
     server, behind = form
     row = server.inside.ready_line()["workers"][1]
     urls = [server.url(1, ranks[0]) for ranks in behind]
@@ -75,7 +75,7 @@ def test_the_ready_line_names_each_port_and_the_ranks_behind_it(form):
 
 
 def server_at(kv, firsts):
-    """A server whose first port is the first of these behind which enough are free."""
+    """Return a server at the first of these ports that is followed by enough free ones."""
     for first in firsts:
         try:
             return KvServer(kv, http="rank", ports={"http": first}), first
@@ -84,14 +84,14 @@ def server_at(kv, firsts):
     raise AssertionError("no ports in a row are free")
 
 
-def test_ports_of_ranks_follow_each_other():
+def test_ports_of_ranks_are_consecutive():
     with serving(ranks=3, workers=2) as kv:
-        server, first = server_at(kv, range(20_000, 30_000, 6))  # below those that the system picks
+        server, first = server_at(kv, range(20_000, 30_000, 6))  # below the ports that the system picks
         with server:
             assert [int(url.rpartition(":")[2]) for url in server.urls] == [*range(first, first + 6)]
 
 
-def test_a_server_of_a_rank_is_one_of_its_own():
+def test_each_port_of_a_rank_has_its_own_adapters_and_sleep_state():
     with serving(ranks=2) as kv, KvServer(kv, http="rank") as server:
         complete(server.url(0, 1), server.text(2))
         complete(server.url(0, 0), server.text(2))
@@ -102,10 +102,10 @@ def test_a_server_of_a_rank_is_one_of_its_own():
         assert [call(server.url(0, rank), "/is_sleeping")[1]["is_sleeping"] for rank in (0, 1)] == [False, True]
         assert complete(server.url(0, 0), server.text(2))
         server.restart(0)
-        assert complete(server.url(0, 1), server.text(2))  # awake
+        assert complete(server.url(0, 1), server.text(2))  # awake again
 
 
-def test_a_worker_stops_starts_drains_and_is_reset_with_all_its_ports():
+def test_stop_start_drain_and_reset_apply_to_all_ports_of_a_worker():
     with serving(ranks=2) as kv, KvServer(kv, http="rank") as server:
         urls, text = server.urls, server.text(2)
         for url in urls:
@@ -124,12 +124,12 @@ def test_a_worker_stops_starts_drains_and_is_reset_with_all_its_ports():
         assert asked_of(urls[0], text, 0) == (200, "")
 
 
-def test_a_header_that_is_no_integer_is_ignored_as_in_the_engine():
+def test_a_rank_header_that_is_no_integer_is_ignored_as_by_the_engine():
     with serving(ranks=2) as kv, KvServer(kv) as server:
         assert asked_of(server.url(0), server.text(1), "second") == (200, "")
 
 
-def test_sglang_has_two_names_for_a_rank_in_a_body():
+def test_a_body_may_name_a_rank_in_two_ways_for_sglang():
     with serving(ranks=2, dialect="sglang-0.5.23") as kv, KvServer(kv, "sglang-0.5.23") as server:
         for body in ({"data_parallel_rank": 1}, {"routed_dp_rank": 1}, {"routed_dp_rank": 1, "data_parallel_rank": 0}):
             complete(server.url(0), server.text(1), **body)
@@ -156,13 +156,13 @@ def test_sglang_has_two_names_for_a_rank_in_a_body():
     ],
 )
 @each_parameter
-def test_what_cannot_be_is_one_line(options, text):
+def test_an_impossible_http_form_is_refused_in_one_line(options, text):
     with serving() as kv, pytest.raises(ValueError) as caught:
         KvServer(kv, **options)
     assert str(caught.value) == text
 
 
-def test_what_has_one_port_for_all_ranks_is_said():
+def test_engines_with_one_port_for_all_ranks_refuse_other_forms():
     sglang = find_dialect("sglang-0.5.23")
     with (
         serving(dialect="sglang-0.5.23") as kv,
@@ -175,7 +175,7 @@ def test_what_has_one_port_for_all_ranks_is_said():
         KvServer(roles={"prefill": 1, "decode": 1}, http="node")
 
 
-def test_a_rank_that_there_is_not_has_no_url():
+def test_url_refuses_a_rank_that_does_not_exist():
     with (
         serving(ranks=2) as kv,
         KvServer(kv) as server,

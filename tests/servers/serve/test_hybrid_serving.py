@@ -1,4 +1,4 @@
-"""Engines of hybrid models behind sockets: a router may know what is held, or less, down to what would be reused."""
+"""Engines of hybrid models behind sockets: a router may know from the reusable blocks up to the held ones."""
 
 import pytest
 from served import cached, call, complete
@@ -18,17 +18,17 @@ def server():
         yield server
 
 
-def test_the_third_question_about_a_document_reuses_it(server):
+def test_the_third_request_about_a_document_reuses_it(server):
     document = server.text(20)
     assert [cached(complete(server.url(0), server.text(3, after=document))) for _ in range(3)] == [0, 0, 320]
     assert server.expect(document + "x")["blocks"] == [{"worker": 0, "rank": 0, "blocks": 20, "reusable": 320}]
 
 
-def test_a_router_may_know_what_is_held_or_what_would_be_reused_and_anything_between(server):
+def test_a_router_may_know_any_number_of_blocks_from_reusable_to_held(server):
     text = server.text(20)
     complete(server.url(0), text + "x")
     part = text[: 16 * 12] + "x"
-    complete(server.url(0), server.text(3, after=text[: 16 * 4]))  # leaves a window where it branches
+    complete(server.url(0), server.text(3, after=text[: 16 * 4]))  # keeps a window where it branches
     assert server.expect(part)["blocks"] == [{"worker": 0, "rank": 0, "blocks": 12, "reusable": 64}]
 
     def known(blocks):
@@ -52,7 +52,7 @@ def test_a_router_may_know_what_is_held_or_what_would_be_reused_and_anything_bet
     )
 
 
-def test_the_ready_line_has_the_blocks_of_a_profile_that_names_none(server):
+def test_the_ready_line_has_the_default_block_size(server):
     assert call(server.control_url, "/ready")[1]["block_size"] == 16
 
 
@@ -78,9 +78,9 @@ def test_a_dialect_without_cache_groups_is_refused(dialect):
         ("vllm-0.23", "kimi_k3", "vllm_kimi_k3"),
         ("sglang-0.5.23", "gpt-oss", "sglang_gpt_oss"),
         ("vllm-0.33", "mock-model", "vllm"),
-        ("vllm-0.33", "0-19", "vllm"),  # no model, though `vllm_0_19` is a backend
+        ("vllm-0.33", "0-19", "vllm"),  # not a model, although `vllm_0_19` is a backend
         ("dynamo-router-event", "gpt-oss", "lineage"),
     ],
 )
-def test_the_name_of_a_hybrid_model_chooses_its_engine(dialect, model, backend):
+def test_the_model_name_selects_the_engine_of_a_hybrid_model(dialect, model, backend):
     assert served_by(find_dialect(dialect), model).name == backend

@@ -1,4 +1,4 @@
-"""Mock engines behind HTTP and ZMQ: what a router process and a test have of them."""
+"""Mock engines behind HTTP and ZMQ, as a router process and a test use them."""
 
 import asyncio
 import http.client
@@ -36,12 +36,12 @@ def server(kv):
         yield server
 
 
-def test_a_prompt_is_cached_where_it_was_served(server):
+def test_a_prompt_is_cached_only_at_the_worker_that_served_it(server):
     text = server.text(4)
     first, again = complete(server.url(0), text), complete(server.url(0), text)
     elsewhere = complete(server.url(1), text)
     assert [cached(each) for each in (first, again, elsewhere)] == [0, 48, 0]
-    assert first["choices"] == again["choices"] == elsewhere["choices"]  # one prompt, one answer
+    assert first["choices"] == again["choices"] == elsewhere["choices"]  # equal prompts, equal answers
     assert [(each.worker, each.overlap, each.cached_tokens) for each in server.requests] == [
         (0, {}, 0),
         (0, {0: 4}, 48),
@@ -51,7 +51,7 @@ def test_a_prompt_is_cached_where_it_was_served(server):
     assert server.routing.of_best == 0.5
 
 
-def test_a_second_turn_begins_with_the_first_and_its_answer(server):
+def test_a_second_turn_reuses_the_first_one_with_its_answer(server):
     turns = [{"role": "user", "content": server.text(2)}]
     _, first = call(server.url(0), "/v1/chat/completions", {"messages": turns, "max_tokens": 40})
     said = first["choices"][0]["message"]["content"]
@@ -62,7 +62,7 @@ def test_a_second_turn_begins_with_the_first_and_its_answer(server):
     assert cached(second) == (first["usage"]["total_tokens"] - 1) // 16 * 16
 
 
-def test_an_answer_in_parts_has_a_part_a_token_and_ends_as_it_must(server):
+def test_a_streamed_answer_has_one_part_per_token_and_ends_correctly(server):
     options = {"max_tokens": 5, "stream": True, "stream_options": {"include_usage": True}}
     _, text = call(server.url(0), "/v1/completions", {"prompt": "abc", **options})
     parts, ended = chunks(text)
@@ -79,7 +79,7 @@ def test_an_answer_in_parts_has_a_part_a_token_and_ends_as_it_must(server):
     assert len(parts) == 1 + 5 + 1
 
 
-def test_choices_come_in_order(server):
+def test_choices_are_returned_in_order(server):
     answer = complete(server.url(0), ["ab", "cd", "efg"], 3, n=2)
     assert [each["index"] for each in answer["choices"]] == list(range(6))
     texts = [each["text"] for each in answer["choices"]]
@@ -88,7 +88,7 @@ def test_choices_come_in_order(server):
     assert answer["usage"]["completion_tokens"] == 18
 
 
-def test_one_batch_a_pass_is_on_the_wire_before_the_first_token(kv, server):
+def test_one_batch_per_pass_is_published_before_the_first_token(kv, server):
     publisher = server.publisher(0)
     events = []
     with KvSubscriber(publisher.endpoints, events.append, dialect=server.dialect) as subscriber:
@@ -114,7 +114,7 @@ def test_adapters_and_salts_share_no_blocks():
         ]
 
 
-def test_a_rank_is_asked_for_by_header_or_body():
+def test_a_rank_can_be_requested_by_header_or_body():
     with harness(1, dp_size=2) as kv, KvServer(kv) as server:
         text = server.text(3)
         complete(server.url(0), text, data_parallel_rank=1)
@@ -129,7 +129,7 @@ def test_a_rank_is_asked_for_by_header_or_body():
         assert "out of range [0, 2)" in answer["error"]["message"]
 
 
-def test_held_requests_pile_up_and_go_on(server):
+def test_held_requests_queue_up_and_continue_after_release(server):
     server.hold(0)
     text, threads, answers = server.text(2), [], []
     for _ in range(3):
@@ -149,7 +149,7 @@ def test_held_requests_pile_up_and_go_on(server):
         server.wait_requests(open=2, timeout=0.01)
 
 
-def test_a_client_that_goes_aborts_its_request(kv, server):
+def test_a_client_that_disconnects_aborts_its_request(kv, server):
     server.hold(0)
     for stream in (True, False):
         connection = http.client.HTTPConnection(urlsplit(server.url(0)).netloc, timeout=20)
@@ -165,7 +165,7 @@ def test_a_client_that_goes_aborts_its_request(kv, server):
     assert [row["called_off"] for row in call(server.control_url, "/requests")[1]] == [True, True]
 
 
-def test_a_full_queue_is_busy():
+def test_a_full_queue_answers_503():
     with harness(1) as kv, KvServer(kv, max_queued=1) as server:
         server.hold()
         thread = threading.Thread(target=complete, args=(server.url(0), "abc"))
@@ -178,7 +178,7 @@ def test_a_full_queue_is_busy():
         thread.join()
 
 
-def test_what_a_router_knows_is_checked(server):
+def test_check_compares_a_routers_blocks_with_the_truth(server):
     text = server.text(2)
     complete(server.url(1), text)
     truth = server.expect(text)
@@ -196,7 +196,7 @@ def test_what_a_router_knows_is_checked(server):
     assert server.truth.differences == [f"a prompt of 32 tokens: {each}" for each in (wrong, old)]
 
 
-def test_a_router_that_heard_nothing_never_passes(server):
+def test_a_router_that_received_no_batch_never_passes_a_check(server):
     text = server.text(2)
     empty = {"blocks": [], "last_batch": server.expect(text)["last_batch"]}
     assert server.check(text, empty) == ""
@@ -224,7 +224,7 @@ def test_a_router_that_heard_nothing_never_passes(server):
     assert not call(server.control_url, "/verdict")[1]["right"]
 
 
-def test_ranks_are_named_where_there_are_several():
+def test_differences_name_ranks_if_a_worker_has_several():
     with harness(1, dp_size=2) as kv, KvServer(kv) as server:
         text = server.text(2)
         rows = server.expect(text)["last_batch"]
@@ -232,7 +232,7 @@ def test_ranks_are_named_where_there_are_several():
         assert server.check(text, [], rows) == "worker 0 rank 1: the router answers by no batch, 0 was published"
 
 
-def test_a_router_that_lags_is_asked_again_and_its_last_answer_counts(server):
+def test_a_router_that_lags_is_polled_and_its_last_answer_counts(server):
     text, answers = server.text(2), []
     complete(server.url(0), text)
     truth = server.expect(text)
@@ -276,7 +276,7 @@ def test_a_router_that_lags_is_asked_again_and_its_last_answer_counts(server):
     assert len(server.truth.differences) == 1
 
 
-def test_who_asks_a_router_when_the_server_closes_asks_no_longer(kv):
+def test_check_stops_polling_when_the_server_is_closed(kv):
     server = KvServer(kv)
     text = server.text(2)
 
@@ -288,7 +288,7 @@ def test_who_asks_a_router_when_the_server_closes_asks_no_longer(kv):
         server.check(text, ask, timeout=600)
 
 
-def test_the_control_api_is_the_methods(server):
+def test_the_control_api_offers_the_methods_of_the_server(server):
     control = server.control_url
     text = call(control, "/text", {"blocks": 2})[1]["text"]
     assert len(text) == 32
@@ -342,7 +342,7 @@ def test_the_control_api_is_the_methods(server):
         assert status in (400, 404)
         assert answer["error"].startswith(text)
     assert server.truth.differences == []
-    large = [5] * 1_000_000  # a megabyte, and more
+    large = [5] * 1_000_000  # more than a megabyte
     assert len(call(control, "/expect", {"prompt": large})[1]["tokens"]) == len(large)
 
 
@@ -354,7 +354,7 @@ ACTS = (
 
 
 @pytest.mark.parametrize("method", ["GET", "HEAD", "PUT", "DELETE", "OPTIONS"])
-def test_what_acts_is_post_alone(server, method):
+def test_acting_paths_of_the_control_api_accept_only_post(server, method):
     for path in ACTS:
         status, answer = call(server.control_url, f"/{path}", {"worker": 0, "n": 1}, method)
         assert status == 405
@@ -384,32 +384,32 @@ def test_what_acts_is_post_alone(server, method):
         {"Host": "evil.example", "Origin": "http://evil.example"},
     ],
 )
-def test_a_page_in_a_browser_cannot_use_the_control_port(server, headers):
+def test_a_web_page_in_a_browser_cannot_use_the_control_port(server, headers):
     for path, body, method in (("/hold", {}, None), ("/ready", None, None), ("/nothing", None, None), ("/", {}, "PUT")):
         status, answer = call(server.control_url, path, body, method, headers)
         assert status == 403
         assert "Origin" in answer["error"] if "Origin" in headers else "Host" in answer["error"]
     assert complete(server.url(0), "abc")
-    # An engine takes any: what comes through a proxy has the client's.
+    # An engine accepts any host or origin: a proxy passes on the client's.
     assert call(server.url(0), "/v1/models", None, None, headers)[0] == 200
 
 
-def test_the_control_port_takes_names_of_its_own(server):
+def test_the_control_port_accepts_its_own_host_names(server):
     port = urlsplit(server.control_url).port
     for host in (f"127.0.0.1:{port}", "127.0.0.1", f"localhost:{port}", "LocalHost", "localhost:1"):
         assert call(server.control_url, "/ready", headers={"Host": host})[0] == 200, host
-    with socket.create_connection(("127.0.0.1", port)) as plain:  # a client of HTTP/1.0, and no browser
+    with socket.create_connection(("127.0.0.1", port)) as plain:  # an HTTP/1.0 client, not a browser
         plain.sendall(b"GET /ready HTTP/1.0\r\n\r\n")
         assert plain.makefile("rb").readline().split()[1] == b"200"
 
 
-def test_two_hosts_are_none(server):
+def test_a_request_with_two_host_headers_is_refused(server):
     with socket.create_connection(("127.0.0.1", urlsplit(server.control_url).port)) as plain:
         plain.sendall(b"GET /ready HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n")
         assert plain.makefile("rb").readline().split()[1] in (b"400", b"403")
 
 
-def test_the_verdict_lists_faults_that_struck_nothing_yet(server):
+def test_the_verdict_lists_faults_that_were_not_injected_yet(server):
     control = server.control_url
     for body in ({"worker": 1, "name": "lose", "batches": 2}, {"worker": 0, "name": "truncate_replay"}):
         assert call(control, "/fault", body)[0] == 200
@@ -433,7 +433,7 @@ def test_the_verdict_lists_faults_that_struck_nothing_yet(server):
         ("truncate_replay", "after"),
     ],
 )
-def test_a_fault_of_more_batches_than_any_test_has_is_refused(server, name, argument):
+def test_a_fault_with_too_many_batches_is_refused(server, name, argument):
     fault = {"worker": 0, "name": name}
     for value, text in (
         (10**30, "at most 1073741824, got 1000000000000000000000000000000"),
@@ -446,7 +446,7 @@ def test_a_fault_of_more_batches_than_any_test_has_is_refused(server, name, argu
     assert call(server.control_url, "/fault", fault | {argument: 2**29})[0] == 200
 
 
-def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
+def test_a_restarted_worker_is_empty_and_its_connections_are_closed(kv, server):
     text = server.text(2)
     complete(server.url(0), text)
     server.hold(0)
@@ -473,7 +473,7 @@ def test_a_restarted_worker_is_empty_and_its_connections_are_cut(kv, server):
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33", "sglang-0.5.23"])
-def test_an_engine_that_raises_is_broken_for_all_to_see(dialect, capsys):
+def test_an_engine_that_raises_is_broken_and_reported_everywhere(dialect, capsys):
     text = "worker 0 rank 1 is broken: ZeroDivisionError: a text of two lines"
 
     def bad_pass(_now_ms):
@@ -496,15 +496,13 @@ def test_an_engine_that_raises_is_broken_for_all_to_see(dialect, capsys):
         server.step()
         for thread in threads:
             thread.join()
-        assert sorted(status for status, _ in answers) == [200, 500]  # a stream had begun
+        assert sorted(status for status, _ in answers) == [200, 500]  # the stream had already begun
         assert all("ZeroDivisionError: a text of two lines" in str(answer) for _, answer in answers)
         server.step()
         server.release()
         for path in ("/health", "/health_generate" if dialect.startswith("sglang") else "/ping"):
             assert [call(each, path)[0] for each in server.urls] == [503, 200]
-        status, answer = call(
-            url, "/v1/completions", {"prompt": "abc", "max_tokens": 2}
-        )  # whatever rank would serve it
+        status, answer = call(url, "/v1/completions", {"prompt": "abc", "max_tokens": 2})  # by whatever rank
         assert (status, "ZeroDivisionError" in str(answer)) == (500, True)
         complete(server.url(1), "abc")
         assert [each.status for each in server.requests] == [500, 500, 500, 200]
@@ -522,7 +520,7 @@ def test_an_engine_that_raises_is_broken_for_all_to_see(dialect, capsys):
     assert not kv.worker(0, dp_rank=1).requests
 
 
-def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
+def test_a_stopped_worker_refuses_connections_and_returns_at_its_port(server):
     url = server.url(0)
     server.stop(0)
     with pytest.raises(ConnectionError):
@@ -540,7 +538,7 @@ def test_a_stopped_worker_refuses_and_comes_back_at_its_port(server):
     ],
 )
 @pytest.mark.parametrize("method", ["restart", "reset"])
-def test_a_refusal_breaks_nothing_and_all_else_does(server, capsys, error, count, method):
+def test_only_a_refused_restart_or_reset_leaves_the_engine_working(server, capsys, error, count, method):
     def raises(**_options):
         raise error
 
@@ -554,7 +552,7 @@ def test_a_refusal_breaks_nothing_and_all_else_does(server, capsys, error, count
     assert [call(url, "/health")[0] for url in server.urls] == [503 if count else 200, 200]
 
 
-def test_an_engine_that_cannot_abort_is_broken_and_nobody_is_left_waiting(kv, server, monkeypatch, capsys):
+def test_an_engine_that_cannot_abort_is_broken_and_all_its_requests_are_answered(kv, server, monkeypatch, capsys):
     server.hold(0)
     answers = []
     threads = [
@@ -578,7 +576,7 @@ def test_an_engine_that_cannot_abort_is_broken_and_nobody_is_left_waiting(kv, se
 
 
 @pytest.mark.parametrize("method", ["stop", "restart", "close"])
-def test_what_is_open_is_cut_and_never_ends_properly(server, method):
+def test_open_requests_are_cut_without_a_proper_end(server, method):
     url, text = server.url(0), server.text(3)
     complete(url, text)
     server.hold(0)
@@ -603,14 +601,14 @@ def test_what_is_open_is_cut_and_never_ends_properly(server, method):
     if method == "stop":
         server.start(0)
         server.release(0)
-        assert cached(complete(url, text)) == 32  # of 48: a whole prompt is never taken from the cache
+        assert cached(complete(url, text)) == 32  # of 48: at least one block of a prompt is always computed
 
 
 @pytest.mark.parametrize(
     ("method", "arguments"),
     [("wait_requests", {"open": 3, "timeout": 600}), ("wait_subscribed", {"timeout": 600})],
 )
-def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, arguments):
+def test_a_wait_ends_when_the_server_is_closed(kv, method, arguments):
     server = KvServer(kv, ports={"control": 0})
     ends, asked = [], threading.Event()
 
@@ -638,7 +636,7 @@ def test_who_waits_for_a_server_that_is_closed_waits_no_longer(kv, method, argum
         getattr(server, method)(**arguments)
 
 
-def test_any_number_of_waits_take_as_long_as_one(server):
+def test_many_waits_at_once_do_not_delay_each_other(server):
     control, answers = server.control_url, []
 
     def wait(body):
@@ -649,7 +647,7 @@ def test_any_number_of_waits_take_as_long_as_one(server):
     server.hold()
     for thread in threads:
         thread.start()
-    threads[-1].join()  # it is over while all others wait
+    threads[-1].join()  # it ends while all others wait
     assert len(answers) == 1
     assert call(control, "/verdict")[1]["right"]
     client = threading.Thread(target=complete, args=(server.url(), "abc"))
@@ -661,7 +659,7 @@ def test_any_number_of_waits_take_as_long_as_one(server):
     client.join()
 
 
-def test_a_wait_whose_client_is_gone_ends(server, monkeypatch):
+def test_a_wait_ends_when_its_client_disconnects(server, monkeypatch):
     server.hold()
     client = threading.Thread(target=complete, args=(server.url(), "abc", 9))
     client.start()
@@ -695,7 +693,7 @@ async def forever(begun):
 
 @pytest.mark.parametrize("path", ["/wait_requests", "/wait_subscribed"])
 @pytest.mark.parametrize("timeout", [600.5, 10**30, -1, True, "5"])
-def test_a_wait_has_a_longest_time_limit(server, path, timeout):
+def test_a_wait_refuses_an_invalid_timeout(server, path, timeout):
     body = {"timeout": timeout} | ({"open": 3} if path == "/wait_requests" else {})
     status, answer = call(server.control_url, path, body)
     assert (status, answer["error"]) == (
@@ -705,14 +703,14 @@ def test_a_wait_has_a_longest_time_limit(server, path, timeout):
 
 
 @pytest.mark.parametrize("method", ["hold", "release", "step", "reset", "restart", "stop", "start"])
-def test_a_closed_server_says_so(kv, method):
+def test_a_closed_server_refuses_all_methods(kv, method):
     server = KvServer(kv)
     server.close()
     with pytest.raises(ValueError, match="this KvServer is closed"):
         getattr(server, method)(*([0] if method in ("restart", "stop", "start") else []))
 
 
-def test_while_it_serves_it_alone_drives_the_engines(kv):
+def test_only_the_server_drives_the_engines_while_it_serves(kv):
     engine = kv.engine(0)
     with KvServer(kv):
         with pytest.raises(RequestError, match="a KvServer drives it while it serves"):
@@ -725,7 +723,7 @@ def test_while_it_serves_it_alone_drives_the_engines(kv):
     engine.run()
 
 
-def test_an_event_that_is_lost_fails_the_harness():
+def test_a_lost_event_fails_the_harness_of_a_server():
     def lose():
         with harness(1, num_blocks=8) as kv, KvServer(kv) as server:
             complete(server.url(0), server.text(6))
@@ -736,13 +734,13 @@ def test_an_event_that_is_lost_fails_the_harness():
         lose()
 
 
-def test_what_happened_is_recorded_as_passes_and_requests(kv, server):
+def test_served_requests_are_recorded_as_submits_and_passes(kv, server):
     complete(server.url(0), server.text(2), 3)
     assert [type(each.operation).__name__ for each in kv.recording.recorded()] == ["Submit", "RunPasses"]
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33", "vllm-0.33-bytes"])
-def test_the_next_harness_serves_behind_the_same_sockets(dialect):
+def test_the_next_harness_is_served_at_the_same_sockets(dialect):
     with harness(dialect=dialect) as first:
         server = KvServer(first, dialect)
         publisher, url = server.publisher(0), server.url(0)
@@ -760,7 +758,7 @@ def test_the_next_harness_serves_behind_the_same_sockets(dialect):
                 assert publisher.batches() == 2
                 assert cached(complete(url, text)) == 0
                 assert [each.number for each in server.requests] == [0]
-                assert len(second.events) == 1  # what was taken back is in no ledger
+                assert len(second.events) == 1  # withdrawn events are in no ledger
                 subscriber.receive(1)
                 assert heard[-1].event.data.block_hashes == stored
                 server.close()
@@ -768,7 +766,7 @@ def test_the_next_harness_serves_behind_the_same_sockets(dialect):
         server.use(other)
 
 
-def test_only_so_many_requests_are_remembered():
+def test_a_server_keeps_only_the_last_requests_of_its_log():
     with harness(1) as kv, KvServer(kv, log=2, ports={"control": 0}) as server:
         for text in "abc":
             complete(server.url(0), text)
@@ -776,11 +774,9 @@ def test_only_so_many_requests_are_remembered():
         assert call(server.control_url, "/verdict")[1]["forgotten_requests"] == 1
 
 
-def test_a_stream_that_the_engine_rejects_ends_with_its_error():
+def test_a_stream_that_the_engine_rejects_ends_with_an_error():
     with harness(1, num_blocks=8) as kv, KvServer(kv) as server:
-        object.__setattr__(
-            server._described, "max_model_len", 4096
-        )  # else its face refuses what an engine would reject
+        object.__setattr__(server._described, "max_model_len", 4096)  # otherwise the face refuses first
         body = {"prompt": "a" * 600, "max_tokens": 1, "stream": True}
         status, text = call(server.url(0), "/v1/completions", body)
         assert status == 200
@@ -790,9 +786,9 @@ def test_a_stream_that_the_engine_rejects_ends_with_its_error():
         assert call(server.url(0), "/v1/completions", body | {"stream": False})[0] == 500
 
 
-def test_of_a_request_one_of_whose_prompts_never_fits_nothing_stays_open():
+def test_a_request_with_one_prompt_that_never_fits_leaves_nothing_open():
     with harness(1, num_blocks=8) as kv, KvServer(kv) as server:
-        # Else the HTTP frontend answers, before the engine does.
+        # Otherwise the HTTP frontend answers before the engine does.
         object.__setattr__(server._described, "max_model_len", 4096)
         body = {"prompt": ["a" * 16, "b" * 100], "max_tokens": 60}
         status, answer = call(server.url(0), "/v1/completions", body)
@@ -803,7 +799,7 @@ def test_of_a_request_one_of_whose_prompts_never_fits_nothing_stays_open():
         complete(server.url(0), "a" * 16)
 
 
-def test_what_is_remembered_no_more_is_dropped():
+def test_a_server_forgets_events_and_requests_beyond_its_log():
     with harness(1) as kv, KvServer(kv, log=2, ports={"control": 0}) as server:
         for _ in range(300):
             complete(server.url(0), server.text(2))
@@ -813,7 +809,7 @@ def test_what_is_remembered_no_more_is_dropped():
         assert kv.judge().errors == []
 
 
-def test_assertions_name_the_worst_request(server):
+def test_routing_assertions_name_the_worst_request(server):
     text = server.text(4)
     complete(server.url(0), text)
     complete(server.url(1), text)
@@ -867,14 +863,14 @@ def test_assertions_name_the_worst_request(server):
         ),
     ],
 )
-def test_bad_input_is_refused(kv, options, error, text):
+def test_bad_options_of_a_server_are_refused(kv, options, error, text):
     with pytest.raises(error) as caught:
         KvServer(kv, **options)
     assert text in str(caught.value)
     assert kv.engine(0).driver is None
 
 
-def test_what_fits_just_so_is_taken():
+def test_options_at_their_limits_are_accepted():
     with harness(1) as kv, KvServer(kv, max_model_len=1024, adapters=["a", "b"], topic="{{{host}}}@{model}") as server:
         assert server.publisher().topic == "{127.0.0.1}@mock-model"
         assert complete(server.url(), [5] * 1022, 1, model="b")
@@ -885,7 +881,7 @@ def test_what_fits_just_so_is_taken():
         KvServer(kv, "sglang-0.5.23", max_model_len=1009)
 
 
-def test_a_port_that_is_taken_is_named(kv, server):
+def test_a_port_in_use_is_named(kv, server):
     port = urlsplit(server.url(0)).port
     with (
         harness() as other,
@@ -894,8 +890,8 @@ def test_a_port_that_is_taken_is_named(kv, server):
         KvServer(other, ports={"http": port})
 
 
-def test_ports_and_topics_can_be_fixed(kv):
-    for port in range(21_000, 32_000, 97):  # below those that the system picks
+def test_ports_and_topics_can_be_given(kv):
+    for port in range(21_000, 32_000, 97):  # below the ports that the system picks
         try:
             server = KvServer(kv, ports={"http": port}, topic="kv@{host}:{port}@{model}")
         except EndpointError:
@@ -909,10 +905,10 @@ def test_ports_and_topics_can_be_fixed(kv):
         ]
 
 
-def test_what_is_no_http_and_what_is_no_path(server, caplog):
+def test_input_that_is_not_http_and_unknown_paths_are_answered(server, caplog):
     connection = http.client.socket.create_connection(("127.0.0.1", urlsplit(server.url(0)).port))
     with connection:
-        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")  # as a probe of gRPC does
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n")  # like a gRPC probe
         connection.settimeout(20)
         assert connection.recv(100)
     assert caplog.records == []
@@ -922,8 +918,8 @@ def test_what_is_no_http_and_what_is_no_path(server, caplog):
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33", "sglang-0.5.23"])
-def test_odd_bytes_are_answered_and_never_an_error_of_ours(dialect):
-    half = "\ud800"  # half a pair of UTF-16: JSON can name it, and no text has it
+def test_odd_bytes_are_answered_and_cause_no_server_error(dialect):
+    half = "\ud800"  # half a surrogate pair: JSON can name it, and no text contains it
     asked = {
         "prompt": half,
         "messages": [{"role": "user", "content": half}],
@@ -946,7 +942,7 @@ def test_odd_bytes_are_answered_and_never_an_error_of_ours(dialect):
         assert call(server.control_url, "/requests")[1][-1]["headers"]["x-request-id"] == "?"
 
 
-def test_time_may_pass(kv):
+def test_virtual_time_can_be_scaled_to_real_time(kv):
     with KvServer(kv, time_scale=0.001) as server:
         assert complete(server.url(0), "abc", 5)["usage"]["completion_tokens"] == 5
 
@@ -960,12 +956,12 @@ def test_engines_of_other_releases_serve(dialect):
         status, answer = call(server.url(0), "/v1/completions", {"prompt": text * 1000})
         assert status == 400
         assert answer["object"] == "error" if dialect != "vllm-0.24" else "error" in answer
-        # The longest request that is taken can be served.
+        # The longest accepted request can be served.
         most = call(server.url(0), "/tokenize", {"prompt": ""})[1]["max_model_len"]
         assert complete(server.url(0), [5] * (most - 2), 1)["usage"]["prompt_tokens"] == most - 2
 
 
-def test_sglangs_own_api():
+def test_sglangs_generate_api_is_served():
     with harness(1, "sglang-0.5.23", dp_size=2) as kv, KvServer(kv, "sglang-0.5.23") as server:
         url, text = server.url(0), server.text(2)
         asked = {"text": text, "sampling_params": {"max_new_tokens": 3}, "data_parallel_rank": 1}

@@ -1,4 +1,4 @@
-"""What is no request: each is answered with what is wrong, soon, on both ports; nothing of it stays."""
+"""Malformed requests: each is answered soon with its error, on both ports, and leaves nothing behind."""
 
 import gzip
 
@@ -24,13 +24,13 @@ def server(request):
 
 @pytest.fixture
 def vllm():
-    """Where both faces do the same, and it takes a while."""
+    """Serve vLLM only, for slow tests where both faces behave alike."""
     with harness(1) as kv, KvServer(kv, ports={"control": 0}) as server:
         yield server
 
 
 def refused(url, path, body, **more):
-    """Return the text of a refusal."""
+    """Return the error text of a refused request."""
     status, answer = call(url, path, body, **more)
     assert status == 400, answer
     error = answer.get("error", answer)
@@ -38,7 +38,7 @@ def refused(url, path, body, **more):
 
 
 @pytest.mark.parametrize("dialect", DIALECTS)
-def test_no_malformed_request_is_an_error_of_ours(dialect, capfd):
+def test_no_malformed_request_causes_a_server_error(dialect, capfd):
     statuses, wrong, longest = fuzz(COUNT, 40, dialect)
     assert wrong == []
     assert {200, 400, 403, 404} <= set(statuses)
@@ -47,21 +47,21 @@ def test_no_malformed_request_is_an_error_of_ours(dialect, capfd):
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_compressed_body_that_is_none_is_refused(server):
+def test_an_invalid_gzip_body_is_refused(server):
     for path in ("/hold", "/verdict", "/wait_requests"):
         text = refused(server.control_url, path, b'{"open": 0}', headers={"Content-Encoding": "gzip"})
         assert text.startswith(f"{path[1:]}: the body cannot be read: ")
     assert refused(server.url(), "/v1/completions", b"{}", headers={"Content-Encoding": "gzip"})
 
 
-def test_a_body_that_grows_beyond_the_limit_is_refused(vllm):
+def test_a_body_that_decompresses_beyond_the_limit_is_refused(vllm):
     body = gzip.compress(b"[" + b" " * 2**26 + b"]")
     for url, path in ((vllm.url(), "/v1/completions"), (vllm.control_url, "/hold")):
         assert call(url, path, body, headers={"Content-Encoding": "gzip"})[0] == 413
 
 
 @pytest.mark.parametrize("begin", [b"[", b'{"a":'])
-def test_nesting_has_a_limit(server, begin):
+def test_nesting_of_json_has_a_limit(server, begin):
     def nested(depth, name=b"x"):
         end = b"]" if begin == b"[" else b"}"
         return b'{"max_tokens": 1, "prompt": "abc", "' + name + b'":' + begin * depth + b"1" + end * depth + b"}"
@@ -81,11 +81,11 @@ def test_nesting_has_a_limit(server, begin):
         assert refused(server.control_url, "/text", nested(MOST_DEPTH - 1, name))
 
 
-def test_one_token_below_zero_is_named(server):
+def test_one_negative_token_in_a_prompt_is_named(server):
     assert "greater than or equal to 0" in refused(server.url(), "/v1/completions", {"prompt": [5, -1]})
 
 
-def test_booleans_are_tokens_to_engines_as_to_pydantic_and_to_nobody_else(server):
+def test_engines_accept_booleans_as_tokens_like_pydantic_and_the_control_api_does_not(server):
     assert complete(server.url(), [True, False])["usage"]["prompt_tokens"] == 2
     for prompt in ([True, "a"], [[True], "a"], [[True], None]):
         assert "validation errors" in refused(server.url(), "/v1/completions", {"prompt": prompt})
@@ -95,7 +95,7 @@ def test_booleans_are_tokens_to_engines_as_to_pydantic_and_to_nobody_else(server
             assert text == f"{path[1:]}: a token id is an integer, and no boolean"
 
 
-def test_null_is_a_list_without_elements(server):
+def test_null_counts_as_an_empty_list(server):
     text = server.text(2)
     for body in ({"prompt": text, "blocks": None}, {"prompt": text, "blocks": {"blocks": None, "last_batch": None}}):
         assert call(server.control_url, "/check", body) == (200, {"right": True, "differences": ""})
@@ -104,7 +104,7 @@ def test_null_is_a_list_without_elements(server):
     assert not call(server.control_url, "/check", {"prompt": text, "blocks": None})[1]["right"]
 
 
-def test_a_router_that_names_no_worker_does_not_know_of_its_one_block(server):
+def test_a_router_that_names_no_worker_fails_for_a_single_held_block(server):
     text = server.text(1)
     complete(server.url(), text)
     _, answer = call(server.control_url, "/check", {"prompt": text, "blocks": []})
@@ -114,11 +114,11 @@ def test_a_router_that_names_no_worker_does_not_know_of_its_one_block(server):
     )
 
 
-def test_half_a_pair_of_utf_16_is_a_question_mark(server):
+def test_an_unpaired_surrogate_becomes_a_question_mark(server):
     assert call(server.control_url, "/text", {"blocks": 0, "after": "a\ud800"}) == (200, {"text": "a?"})
 
 
-def test_errors_are_listed_up_to_a_number_and_large_values_are_not_repeated(server):
+def test_listed_errors_are_limited_and_large_values_are_shortened(server):
     url = server.url()
     for prompt in ([None] * MOST_ERRORS * 3, [{"a": None}] * 50_000, [None] * 200_000):
         text = refused(url, "/v1/completions", {"prompt": prompt})
@@ -135,7 +135,7 @@ def test_errors_are_listed_up_to_a_number_and_large_values_are_not_repeated(serv
 
 
 @takes_long
-def test_twenty_megabytes_of_nothing_are_answered_soon(vllm):
+def test_twenty_megabytes_of_nulls_are_refused_soon(vllm):
     nulls = b"[" + b",".join([b"null"] * 4_000_000) + b"]"
     for name, path in (
         (b"prompt", "/v1/completions"),
@@ -156,7 +156,7 @@ def test_twenty_megabytes_of_nothing_are_answered_soon(vllm):
 
 
 @takes_long
-def test_a_prompt_that_is_too_long_costs_no_more_than_its_length(server):
+def test_a_prompt_that_is_too_long_is_refused_in_time_linear_in_its_length(server):
     for prompt in ([5] * 4_000_000, "a" * 20_000_000):
         text = refused(server.url(), "/v1/completions", {"prompt": prompt, "max_tokens": 1})
         assert str(len(prompt)) in text
@@ -164,7 +164,7 @@ def test_a_prompt_that_is_too_long_costs_no_more_than_its_length(server):
     assert (status, answer["count"], len(answer["token_strs"])) == (200, 1_000_000, 1_000_000)
 
 
-def test_choices_of_all_prompts_are_counted(server):
+def test_choices_are_limited_over_all_prompts_of_a_request(server):
     for prompt, n in ((["a"] * 20_000, 1), (["a", "b"], 10_000), ([[1]] * 3, 6000)):
         text = refused(server.url(), "/v1/completions", {"prompt": prompt, "n": n})
         assert text == f"{len(prompt)} prompts with n={n} are too many: at most 16384 choices a request."
@@ -174,7 +174,7 @@ def test_choices_of_all_prompts_are_counted(server):
 
 
 @takes_long
-def test_texts_and_prompts_of_the_control_api_have_a_longest(vllm):
+def test_texts_and_prompts_of_the_control_api_have_a_maximum_length(vllm):
     most = MOST_TOKENS // 16
     text = f"text: blocks must be at most {most}, got "
     for blocks in (most + 1, 10**30):

@@ -1,4 +1,4 @@
-"""Served engines beyond 127.0.0.1: what is bound and what is named, and who may use them."""
+"""Served engines beyond 127.0.0.1: which addresses are bound and named, and who may use them."""
 
 import json
 import shutil
@@ -22,7 +22,7 @@ from pytest_kvmock.wire.sockets.endpoints import EndpointError
 TOKEN = "a-token-of-a-test"
 BEARER = {"Authorization": f"Bearer {TOKEN}"}
 KEY = {"Authorization": "Bearer sk-1"}
-IS_LINUX = sys.platform == "linux"  # all of 127.0.0.0/8 is there
+IS_LINUX = sys.platform == "linux"  # it has all of 127.0.0.0/8
 needs_127 = pytest.mark.skipif(not IS_LINUX, reason="only where all of 127.0.0.0/8 is the loopback")
 
 
@@ -38,7 +38,7 @@ needs_ipv6 = pytest.mark.skipif(not has_ipv6(), reason="this machine has no loop
 
 
 def hosts_of(ready):
-    """Return each host that a ready line names."""
+    """Return all hosts that a ready line names."""
     named = [ready["control"]]
     for worker in ready["workers"]:
         named += [worker["http"], *worker["events"], *worker["replay"]]
@@ -46,14 +46,14 @@ def hosts_of(ready):
 
 
 def refuses(host, port):
-    """Whether nobody listens there."""
+    """Return whether the port refuses connections."""
     with socket.socket() as client:
         return client.connect_ex((host, port)) != 0
 
 
 @needs_127
 @pytest.mark.parametrize("dialect", ["vllm-0.33", "sglang-0.5.23"])
-def test_all_ports_are_bound_there_and_nowhere_else(dialect):
+def test_all_ports_are_bound_at_the_given_host_only(dialect):
     with (
         harness_of(2, dialect, dp_size=2) as kv,
         KvServer(kv, dialect, network={"host": "127.0.0.2"}, ports={"control": 0}, topic="kv@{host}:{port}") as server,
@@ -72,7 +72,7 @@ def test_all_ports_are_bound_there_and_nowhere_else(dialect):
             complete(given["http"], text)
             subscriber.receive(1)
         assert [len(each.event.data.block_hashes) for each in events] == [4]
-        assert call(server.control_url, "/verdict")[1]["right"]  # of the loopback: no token
+        assert call(server.control_url, "/verdict")[1]["right"]  # no token on the loopback
         if dialect.startswith("vllm"):
             sources = call(given["http"], "/kv_event_sources")[1]
             assert [each["endpoint"] for each in sources.values()] == given["events"]
@@ -89,7 +89,7 @@ def test_all_ports_are_bound_there_and_nowhere_else(dialect):
 
 
 @needs_ipv6
-def test_an_address_of_ipv6_is_in_brackets():
+def test_an_ipv6_address_is_written_in_brackets():
     with harness_of(1) as kv, KvServer(kv, network={"host": "::1"}, ports={"control": 0}, topic="kv@{host}") as server:
         ready = server.inside.ready_line()
         assert hosts_of(ready) == {"::1"}
@@ -100,7 +100,7 @@ def test_an_address_of_ipv6_is_in_brackets():
             server.wait_subscribed()
 
 
-def test_a_name_is_what_others_are_given():
+def test_clients_are_given_the_advertised_host():
     with (
         harness_of(1) as kv,
         KvServer(kv, network={"advertise_host": "localhost"}, ports={"control": 0}, topic="{host}") as server,
@@ -120,7 +120,7 @@ def test_a_name_is_what_others_are_given():
         assert call(f"http://127.0.0.1:{port}", "/ready", headers={"Host": f"kv_engines.test:{port}"})[0] == 200
 
 
-def test_every_address_needs_a_token_and_a_name_that_clients_use():
+def test_binding_all_addresses_requires_a_token_and_an_advertised_host():
     with (
         harness_of(1) as kv,
         KvServer(kv, network={"host": "0.0.0.0", "advertise_host": "127.0.0.1"}, ports={"control": 0}) as server,
@@ -136,22 +136,22 @@ def test_every_address_needs_a_token_and_a_name_that_clients_use():
                 assert call(control, path, body, headers=headers) == (401, {"error": text})
         assert call(control, "/ready", headers={"Authorization": f"Bearer {server.token}"}) == (200, ready)
         assert call(control, "/ready", headers={"Host": "evil.example"})[0] == 403
-        if IS_LINUX:  # whichever address of the machine it came by is a name of it
+        if IS_LINUX:  # each address by which the machine was reached is a valid host name
             port = urlsplit(control).port
             by = {"Authorization": f"bearer {server.token}"}
             assert call(f"http://127.0.0.3:{port}", "/ready", headers=by)[0] == 200
             assert call(f"http://127.0.0.3:{port}", "/ready", headers={**by, "Host": "127.0.0.4"})[0] == 403
-        assert complete(server.url(0), "abc")  # engines ask for none
+        assert complete(server.url(0), "abc")  # engines require no token
     with harness_of(1) as kv, KvServer(kv, network={"host": "0.0.0.0", "advertise_host": "127.0.0.1"}) as server:
-        assert server.token is None  # nothing asks for it
+        assert server.token is None  # no port requires one
 
 
-def test_a_token_is_asked_for_on_the_loopback_too():
+def test_a_given_token_is_required_on_the_loopback_too():
     with (
         harness_of(1) as kv,
         KvServer(kv, network={"token": TOKEN, "allowed_hosts": ["kv.test"]}, ports={"control": 0}) as server,
     ):
-        assert server.inside.ready_line()["token"] is None  # who gave it has it
+        assert server.inside.ready_line()["token"] is None  # a given token is not printed
         assert call(server.control_url, "/ready")[0] == 401
         assert call(server.control_url, "/ready", headers=BEARER)[0] == 200
         assert call(server.control_url, "/ready", headers={**BEARER, "Host": "KV.test:99"})[0] == 200
@@ -180,7 +180,7 @@ def test_secrets_are_compared_in_constant_time(monkeypatch):
         ("sglang-0.5.23", ["/v1/models", "/server_info", "/generate", "/nothing"], ["/health", "/health_generate", "/metrics"]),  # noqa: E501
     ],
 )  # fmt: skip
-def test_a_key_guards_what_the_engine_guards_with_it(dialect, guarded, free):
+def test_an_api_key_guards_the_same_paths_as_in_the_engine(dialect, guarded, free):
     with harness_of(1, dialect) as kv, KvServer(kv, dialect, api_key="sk-1", ports={"control": 0}) as server:
         url = server.url(0)
         for path in guarded:
@@ -218,36 +218,36 @@ def test_a_key_guards_what_the_engine_guards_with_it(dialect, guarded, free):
         ({"host": "192.0.2.1"}, "a port of 192.0.2.1 cannot be bound: Can.* assign requested address"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_bound_or_named_is_one_line(options, text):
+def test_an_impossible_network_is_refused_in_one_line(options, text):
     with harness_of(1) as kv:
         with pytest.raises(ValueError, match=text):
             KvServer(kv, ports={"control": 0}, network=options)
         assert kv.engine(0).driver is None
 
 
-def test_a_key_of_engines_is_one_line():
+def test_an_invalid_api_key_is_refused_in_one_line():
     with harness_of(1) as kv, pytest.raises(ValueError, match=r"api_key must be a text of ASCII .* without spaces$"):
         KvServer(kv, api_key="hé")
 
 
-def test_an_address_alone_is_no_network():
+def test_network_must_be_a_mapping():
     with harness_of(1) as kv, pytest.raises(TypeError, match=r"network must be a mapping .*, got '0.0.0.0'$"):
         KvServer(kv, network="0.0.0.0")
 
 
-def test_a_list_of_names_is_no_text():
+def test_allowed_hosts_must_be_a_list():
     with harness_of(1) as kv, pytest.raises(TypeError, match="allowed_hosts must be a list of names"):
         KvServer(kv, network={"allowed_hosts": "kv.test"})
 
 
-def test_a_publisher_of_a_test_stays_on_the_loopback():
+def test_a_publisher_of_a_test_stays_on_the_loopback_by_default():
     with pytest.raises(EndpointError, match="a test's publisher stays on the loopback"):
         KvPublisher(endpoint="tcp://0.0.0.0:*")
     with KvPublisher(endpoint="tcp://0.0.0.0:*", replay=False, loopback=False) as publisher:
         assert publisher.endpoint.startswith("tcp://0.0.0.0:")
 
 
-def test_the_command_reads_its_token_from_a_file(tmp_path):
+def test_the_serve_command_reads_its_token_from_a_file(tmp_path):
     file = tmp_path / "token"
     file.write_text(f"{TOKEN}\n")
     process = Process(
@@ -277,14 +277,14 @@ def test_the_command_reads_its_token_from_a_file(tmp_path):
         ("h\u00e9", "it must have one line, of ASCII characters without spaces"),
     ],
 )
-def test_a_file_without_a_token_is_one_line(content, text, tmp_path):
+def test_a_file_without_a_token_is_refused_in_one_line(content, text, tmp_path):
     file = tmp_path / "token"
     if content is not None:
         file.write_text(content, encoding="utf-8")
     assert ended([*SERVE, "--token-file", str(file)]) == (2, "", f"serve: --token-file {file}: {text}\n")
 
 
-def test_a_guard_knows_its_names():
+def test_a_guard_accepts_its_own_host_names_only():
     guard = Guard(Network("::", "Kv.test"), None, ["fd00::1"])
     for host in ("[::1]:80", "[::1]", "kv.test", "localhost:9", "[fd00::1]:3", "10.0.0.1:5"):
         assert guard.foreign_text([host], [], "::ffff:10.0.0.1" if host[0] == "1" else "::1") is None, host
@@ -300,7 +300,7 @@ def in_a_namespace(*command, **options):
 
 
 @worth_its_time
-def test_a_router_in_another_network_is_served():
+def test_a_router_in_another_network_namespace_is_served():
     for program in ("unshare", "ip"):
         if shutil.which(program) is None:
             pytest.skip(f"it needs the program {program} to make network namespaces")

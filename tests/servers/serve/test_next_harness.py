@@ -1,4 +1,4 @@
-"""The engines of the next harness behind the same sockets: what a router that lives on holds after it."""
+"""Engines of the next harness behind the same sockets, and what a router that stays connected holds afterwards."""
 
 import http.client
 import random
@@ -25,11 +25,11 @@ def harness(dialect, **profile):
 
 
 class RoutersIndex:
-    """What a router holds of one worker, by the batches alone that it subscribed to.
+    """Blocks of one worker according to the batches that a router received.
 
     Attributes:
-        held: blocks by rank; each with how many copies there are.
-        wrong: Removed of what is not held.
+        held: blocks by rank, each with its number of copies.
+        wrong: each Removed of a block that is not held.
     """
 
     def __init__(self, publisher, dialect):
@@ -66,7 +66,7 @@ class RoutersIndex:
 
 @pytest.fixture
 def load():
-    """Clients of a server that send on, whatever becomes of their requests, until the test ends."""
+    """Run clients that keep sending requests until the test ends, whatever the answers are."""
     ended, threads = threading.Event(), []
 
     def client(url, texts, seed):
@@ -93,7 +93,7 @@ def load():
     ("dialect", "ranks"),
     [("vllm-0.33", 1), ("vllm-0.33-bytes", 2), ("vllm-0.9", 1), ("sglang-0.5.23", 2), ("sglang-0.5.9", 1)],
 )
-def test_a_router_that_lives_on_holds_what_the_next_engines_hold(dialect, ranks, load):
+def test_a_router_that_stays_connected_holds_what_the_next_engines_hold(dialect, ranks, load):
     with ExitStack() as stack:
         kv = stack.enter_context(harness(dialect, dp_size=ranks))
         server = stack.enter_context(KvServer(kv, dialect, time_scale=0.1))
@@ -102,7 +102,7 @@ def test_a_router_that_lives_on_holds_what_the_next_engines_hold(dialect, ranks,
         stale = 0
         for _ in range(USES):
             index.receive(4)
-            server.hold()  # a pass that is under way ends later
+            server.hold()  # a pass under way ends later
             kv = stack.enter_context(harness(dialect, dp_size=ranks))
             server.use(kv)
             index.catch_up()
@@ -111,7 +111,7 @@ def test_a_router_that_lives_on_holds_what_the_next_engines_hold(dialect, ranks,
         assert (index.wrong, stale) == ([], 0)
 
 
-def test_engines_that_another_server_drives_are_refused_and_all_stays():
+def test_use_refuses_engines_of_another_server_and_changes_nothing():
     with harness("vllm-0.33") as first, harness("vllm-0.33") as second, KvServer(first) as server, KvServer(second):
         complete(server.url(), server.text(2))
         with pytest.raises(ValueError, match="is driven by a KvServer already"):
@@ -120,14 +120,14 @@ def test_engines_that_another_server_drives_are_refused_and_all_stays():
         assert len(server.requests) == 1
 
 
-def test_the_engines_of_the_next_harness_serve_where_one_of_before_was_broken():
+def test_engines_of_the_next_harness_replace_a_broken_engine():
     with harness("vllm-0.33") as first, KvServer(first) as server, harness("vllm-0.33") as second:
         first.engine(0).inside.start_pass = lambda _now_ms: 1 / 0
         assert call(server.url(), "/v1/completions", {"prompt": "abc"})[0] == 500
         server.use(second)
         first.worker(0).serve(first.prompt(2))
         assert len(first.events) == 1
-        assert server.publisher().batches() == 0  # the last engines are heard no more
+        assert server.publisher().batches() == 0  # events of the old engine are no longer published
         assert server.inside.broken == []
         assert call(server.url(), "/health")[0] == 200
         complete(server.url(), "abc")

@@ -1,4 +1,4 @@
-"""Parameters that real engines take: what is done with them, and that none is refused; and SGLang's loads."""
+"""Parameters of real engines: their effects, and that none is refused; and SGLang's loads."""
 
 import pytest
 from served import call, chunks, complete
@@ -35,7 +35,7 @@ def test_no_parameter_of_a_real_engine_is_refused(server, stream):
             assert status == 200, (path, more, answer)
 
 
-def test_echo_in_parts_begins_with_the_prompt(server):
+def test_a_streamed_echo_begins_with_the_prompt(server):
     asked = {"prompt": ["abc", "de"], "max_tokens": 3, "n": 2, "echo": True}
     whole = call(server.url(), "/v1/completions", asked)[1]["choices"]
     parts, ended = chunks(call(server.url(), "/v1/completions", asked | {"stream": True})[1])
@@ -50,7 +50,7 @@ def test_echo_in_parts_begins_with_the_prompt(server):
 
 
 @pytest.mark.parametrize("max_tokens", [1, 3])
-def test_usage_comes_with_each_part(server, max_tokens):
+def test_usage_can_come_with_each_part_of_a_stream(server, max_tokens):
     options = {"include_usage": True, "continuous_usage_stats": True}
     asked = {"max_tokens": max_tokens, "stream": True, "stream_options": options}
     parts, ended = chunks(call(server.url(), "/v1/completions", {**asked, "prompt": "abc"})[1])
@@ -64,10 +64,10 @@ def test_usage_comes_with_each_part(server, max_tokens):
     alone = asked | {"prompt": "abc", "stream_options": {"continuous_usage_stats": True}}
     parts, _ = chunks(call(server.url(), "/v1/completions", alone)[1])
     is_sglang = server.dialect.name.startswith("sglang")
-    assert ["usage" in each for each in parts] == [is_sglang] * max_tokens  # in vLLM with include_usage alone
+    assert ["usage" in each for each in parts] == [is_sglang] * max_tokens  # vLLM needs include_usage
 
 
-def test_tokens_are_returned_beside_texts_in_vllm():
+def test_vllm_returns_token_ids_next_to_texts():
     with harness(1) as kv, KvServer(kv) as server:
         asked = {"max_tokens": 3, "return_token_ids": True}
         completion, chat = asked | {"prompt": "abc"}, asked | {"messages": [{"role": "user", "content": "a"}]}
@@ -86,7 +86,7 @@ def test_tokens_are_returned_beside_texts_in_vllm():
         assert found == answer["choices"][0]["token_ids"]
 
 
-def test_loads_of_sglang():
+def test_sglangs_loads_are_served():
     with harness(1, "sglang-0.5.23", dp_size=2) as kv, KvServer(kv, "sglang-0.5.23") as server:
         url = server.url()
         complete(url, "x" * 64, data_parallel_rank=1)
@@ -113,7 +113,7 @@ def test_loads_of_sglang():
         assert call(url, "/get_load")[1][1]["num_reqs"] == 0
 
 
-def test_paths_are_there_where_the_engine_has_them():
+def test_each_engine_serves_the_load_paths_of_its_release():
     with harness(1) as kv, KvServer(kv) as server:
         assert [call(server.url(), path)[0] for path in ("/get_load", "/v1/loads", "/load")] == [404, 404, 200]
     with harness(1, "sglang-0.5.9") as kv, KvServer(kv, "sglang-0.5.9") as server:

@@ -1,6 +1,4 @@
-"""A served engine of TensorRT-LLM: events that are polled in its JSON form, its answers, and a recorder in place of
-a router.
-"""
+"""A served engine of TensorRT-LLM: polled events in its JSON form, its answers, and a recorder in place of a router."""
 
 import json
 from urllib.error import HTTPError
@@ -15,7 +13,7 @@ PROMPT = [*range(1, 11)]
 
 
 def call(url, body=None):
-    """POST a body, or GET without one; returns the answer, or the status where that is none of 200."""
+    """POST a body, or GET without one; return the answer, or the status if it is not 200."""
     data = None if body is None else json.dumps(body).encode()
     try:
         with urlopen(Request(url, data, {"content-type": "application/json"})) as answer:
@@ -42,7 +40,7 @@ def served():
         server.close()
 
 
-def test_events_come_once_in_the_json_form(served):
+def test_each_event_is_polled_once_in_trtllms_json_form(served):
     url = served().url()
     answer = complete(url)
     assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
@@ -66,13 +64,13 @@ def test_events_come_once_in_the_json_form(served):
     assert call(f"{url}/kv_cache_events", {}) == []
 
 
-def test_reuse_of_a_part_of_a_block_is_reported(served):
+def test_reuse_of_part_of_a_block_is_reported_as_cached_tokens(served):
     url = served().url()
     complete(url)
     assert complete(url)["usage"]["prompt_tokens_details"]["cached_tokens"] == 9
 
 
-def test_it_says_how_its_blocks_are_named_and_has_no_more_paths(served):
+def test_server_info_names_the_hash_algorithm_and_other_paths_are_404(served):
     url = served().url()
     assert call(f"{url}/server_info") == {"tokens_per_block": 4, "kv_cache_hash_algo": "v1_block_key"}
     assert call(f"{url}/health") is None
@@ -90,7 +88,7 @@ def test_it_says_how_its_blocks_are_named_and_has_no_more_paths(served):
         ("v2_sha256_64", 16443243144690205867),
     ],
 )
-def test_v2_says_its_layer_group_and_what_names_its_blocks(served, algo, name):
+def test_v2_events_name_their_layer_group_and_server_info_the_hash_algorithm(served, algo, name):
     url = served(BACKENDS["trtllm_v2"].variant(algo, hash_algo=algo), "trtllm-1.3").url()
     complete(url)
     assert {"tokens_per_block": 4, "kv_cache_hash_algo": algo} == call(f"{url}/server_info")
@@ -105,10 +103,10 @@ def test_v2_says_its_layer_group_and_what_names_its_blocks(served, algo, name):
     assert [len(block["tokens"]) for block in stored["data"]["blocks"]] == [4, 4, 2]
     assert name == stored["data"]["blocks"][0]["block_hash"]
     assert complete(url)["usage"]["prompt_tokens_details"]["cached_tokens"] == 9
-    assert call(f"{url}/kv_cache_events", {}) == []  # covered
+    assert call(f"{url}/kv_cache_events", {}) == []  # the prompt was cached
 
 
-def test_a_full_buffer_keeps_the_newest_and_a_gap_of_ids_tells(served):
+def test_a_full_event_buffer_keeps_the_newest_events_and_leaves_a_gap(served):
     server = served(BACKENDS["trtllm"].variant("small_buffer", event_buffer=2))
     for first in (0, 100, 200):
         complete(server.url(), [*range(first, first + 10)])
@@ -116,7 +114,7 @@ def test_a_full_buffer_keeps_the_newest_and_a_gap_of_ids_tells(served):
     assert [event["event_id"] for event in left] == [5, 6]
 
 
-def test_a_reader_that_comes_late_never_sees_created(served):
+def test_a_reader_that_starts_late_never_receives_created(served):
     url = served().url()
     complete(url)
     call(f"{url}/kv_cache_events", {})
@@ -124,7 +122,7 @@ def test_a_reader_that_comes_late_never_sees_created(served):
     assert {event["data"]["type"] for event in call(f"{url}/kv_cache_events", {})} == {"stored"}
 
 
-def test_the_fixture_serves_it_by_its_dialect(pytester):
+def test_the_server_fixture_serves_trtllm_by_its_dialect(pytester):
     pytester.makepyfile(
         """
         import json
@@ -146,14 +144,14 @@ def test_the_fixture_serves_it_by_its_dialect(pytester):
     result.stdout.fnmatch_lines(["kvmock: 1 test on trtllm; 3 events; no warnings"])
 
 
-def test_ranks_are_answered_by_the_first_with_their_numbers(served):
+def test_events_of_all_ranks_are_polled_at_the_first_rank_with_their_numbers(served):
     url = served(dp_size=2).url()
     complete(url)
     complete(url)
     assert {0, 1} >= {event["attention_dp_rank"] for event in call(f"{url}/kv_cache_events", {})}
 
 
-def test_faults_of_a_wire_are_refused(served):
+def test_wire_faults_are_refused_for_polled_events(served):
     server = served()
     with pytest.raises(
         ValueError, match=r"^fault 'lose' is of events that are sent over ZMQ; this engine's are polled$"
@@ -171,7 +169,7 @@ def test_faults_of_a_wire_are_refused(served):
     ],
     ids=lambda each: getattr(each, "name", each),
 )
-def test_a_recorder_takes_the_place_of_the_router(served, tmp_path, backend, dialect):
+def test_polled_events_can_be_recorded(served, tmp_path, backend, dialect):
     url = served(backend, dialect).url()
     for first in (0, 100, 0, 3):
         complete(url, [*range(first, first + 30)])
@@ -185,7 +183,7 @@ def test_a_recorder_takes_the_place_of_the_router(served, tmp_path, backend, dia
     assert (recorded.log.total, []) == (checked.log.total, checked.log.errors)
 
 
-def test_what_cannot_be_recorded_is_said(tmp_path):
+def test_a_recording_that_is_impossible_is_refused(tmp_path):
     with pytest.raises(ValueError, match="an engine whose events are polled is at http://HOST:PORT, got 'tcp://x:1'"):
         record("tcp://x:1", tmp_path / "a", dialect="trtllm-1.2", batches=1)
     with pytest.raises(ValueError, match="replay and topic are of events over ZMQ"):
@@ -196,7 +194,7 @@ def test_what_cannot_be_recorded_is_said(tmp_path):
 
 @pytest.mark.parametrize(("backend", "dialect"), [("trtllm", "trtllm-1.2"), ("trtllm_v2", "trtllm-1.3")])
 @pytest.mark.parametrize("policy", ["guaranteed_no_evict", "max_utilization"])
-def test_engines_with_a_policy_of_its_own_scheduler_are_served(backend, dialect, policy):
+def test_trtllms_own_scheduler_policies_can_be_served(backend, dialect, policy):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend=backend)
     kv.engine(0, semantics=policy)
     with KvServer(kv, dialect) as server:

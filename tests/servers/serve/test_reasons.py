@@ -1,6 +1,4 @@
-"""Why a router knows something else than is held: the batch that said so, who got it, what fault changed it, whether
-a replay had it.
-"""
+"""Reasons why a router's blocks differ from the held ones: the batch, its subscribers, its fault, its replays."""
 
 import pytest
 from served import complete
@@ -39,12 +37,12 @@ def subscriber(server):
 
 
 def why(server, prompt, blocks, rank=0):
-    """Return the reason that is said where a router knows so many blocks."""
+    """Return the reason in the message for a router that knows `blocks` blocks."""
     text = server.check(prompt, [{"worker": 0, "rank": rank, "blocks": blocks}])
     return text[text.index("(") :]
 
 
-def test_a_batch_before_any_subscription_is_named(server):
+def test_a_batch_before_any_subscription_is_reported_as_sent_to_no_subscription(server):
     complete(server.url(0), server.text(1))
     text = server.text(4)
     complete(server.url(0), text)
@@ -54,7 +52,7 @@ def test_a_batch_before_any_subscription_is_named(server):
     )
 
 
-def test_a_batch_that_was_sent_and_never_lost(server, subscriber):
+def test_a_batch_that_arrived_is_reported_with_its_subscriptions(server, subscriber):
     text = server.text(4)
     complete(server.url(0), text)
     assert (
@@ -63,7 +61,7 @@ def test_a_batch_that_was_sent_and_never_lost(server, subscriber):
     )
 
 
-def test_a_batch_that_a_fault_struck_and_a_replay_has(server, subscriber):
+def test_a_lost_batch_is_reported_with_its_fault_and_its_replay(server, subscriber):
     texts = [server.text(4) for _ in range(3)]
     complete(server.url(0), texts[0])
     server.fault(0, "lose")
@@ -71,11 +69,11 @@ def test_a_batch_that_a_fault_struck_and_a_replay_has(server, subscriber):
     struck = "(batch 1 stored them: lose changed it on its way, "
     assert why(server, texts[1], 0) == struck + "no subscriber asked for a replay of it)"
     complete(server.url(0), texts[2])
-    subscriber.receive(3)  # it sees the gap, and asks
+    subscriber.receive(3)  # it detects the gap and asks for a replay
     assert why(server, texts[1], 2) == struck + "a replay from 1 on was asked for, and had it)"
 
 
-def test_a_batch_that_was_corrupt(server, subscriber):
+def test_a_corrupt_batch_is_reported_with_its_fault(server, subscriber):
     text = server.text(4)
     server.fault(0, "corrupt")
     complete(server.url(0), text)
@@ -85,14 +83,14 @@ def test_a_batch_that_was_corrupt(server, subscriber):
     )
 
 
-def test_a_batch_that_the_buffer_has_no_more(server, subscriber):
+def test_a_batch_that_left_the_replay_buffer_is_reported(server, subscriber):
     text = server.text(4)
     server.fault(0, "gap_beyond_buffer")
     complete(server.url(0), text)
     assert why(server, text, 0) == "(no batch that a replay has stored them)"
 
 
-def test_a_block_that_came_later_is_in_a_batch_of_its_own(server, subscriber):
+def test_blocks_stored_later_are_reported_with_their_own_batch(server, subscriber):
     text = server.text(2)
     complete(server.url(0), text)
     longer = server.text(2, after=text)
@@ -101,7 +99,7 @@ def test_a_block_that_came_later_is_in_a_batch_of_its_own(server, subscriber):
     assert why(server, longer, 1).startswith("(batch 0 stored them: ")
 
 
-def test_what_was_removed_or_cleared(server, subscriber):
+def test_removed_and_cleared_blocks_are_reported_with_the_batch_that_removed_them(server, subscriber):
     text = server.text(4)
     complete(server.url(0), text)
     assert server.reset(0)
@@ -116,7 +114,7 @@ def test_what_was_removed_or_cleared(server, subscriber):
     assert " removed them: it went to 1 subscription" in why(server, text, 4)
 
 
-def test_what_a_restart_has_lost(server, subscriber):
+def test_blocks_lost_in_a_restart_are_reported_so(server, subscriber):
     text = server.text(4)
     complete(server.url(0), text)
     server.restart(0)
@@ -128,7 +126,7 @@ def test_what_a_restart_has_lost(server, subscriber):
     )
 
 
-def test_what_was_never_there(server):
+def test_blocks_that_no_batch_stored_are_reported_so(server):
     assert why(server, server.text(2), 1) == "(no batch stored them)"
     assert why(server, server.text(2), 3) == "(no batch stored them)"
     text = server.text(2)
@@ -136,7 +134,7 @@ def test_what_was_never_there(server):
     assert why(server, text, 3) == "(the prompt has 2 full blocks)"
 
 
-def test_the_same_tokens_with_another_adapter_are_in_another_batch(server):
+def test_equal_tokens_with_another_adapter_are_reported_with_their_own_batch(server):
     text = server.text(3)
     complete(server.url(0), text)
     complete(server.url(0), text, model="lora")
@@ -145,7 +143,7 @@ def test_the_same_tokens_with_another_adapter_are_in_another_batch(server):
         assert why(server, Prompt(encode(text), **keys), 0).startswith(f"(batch {number} stored them: ")
 
 
-def test_a_prompt_of_hashes_has_a_reason_too(server):
+def test_a_prompt_of_hashes_has_a_reason(server):
     text = server.text(3)
     complete(server.url(0), text)
     hashes = Prompt(hashes=Prompt(encode(text)).block_hashes(16))
@@ -153,14 +151,14 @@ def test_a_prompt_of_hashes_has_a_reason_too(server):
 
 
 @pytest.mark.parametrize("profile", [{"dp_size": 2}])
-def test_each_rank_has_batches_of_its_own(server):
+def test_each_rank_has_its_own_batches_in_a_reason(server):
     complete(server.url(0), server.text(1), data_parallel_rank=0)
     text = server.text(3)
     complete(server.url(0), text, data_parallel_rank=1)
     assert why(server, text, 1, rank=1).startswith("(batch 0 stored them: ")
 
 
-def test_a_failure_says_it(server, subscriber):
+def test_assert_knows_gives_the_reason(server, subscriber):
     text = server.text(3)
     server.fault(0, "lose")
     complete(server.url(0), text)

@@ -1,7 +1,7 @@
-"""What vLLM 0.29's own frontend answered to 47 requests, good and bad, and what our face of it does.
+"""Answers of vLLM 0.29's own frontend to 47 requests, good and bad, compared with those of our face of it.
 
-Exact are status, type, param and code, and the texts that clients read: unknown model, sizes, empty prompts. Where a
-union of types is refused that has many branches, the original lists each; ours says the first.
+Status, type, param and code must be equal, and the texts that clients read: unknown model, sizes, empty prompts. If a
+value fits none of several types, the original lists each; ours names the first.
 """
 
 import ast
@@ -16,7 +16,7 @@ from pytest_kvmock.servers.serve.face import Face, Generate
 
 DATA = Path(__file__).parents[2] / "data" / "vllm_0.29_http_answers.json.gz"
 RECORDED = json.loads(gzip.decompress(DATA.read_bytes()))
-# The recording has the beginning of these alone; what they were follows from the answers.
+# Only the first part of these was recorded; what they were follows from the answers.
 SIZED = {
     "too long text": {"prompt": "x" * 3048},
     "too long tokens": {"prompt": [1] * 3048},
@@ -59,9 +59,9 @@ def call_of(case):
 
 
 @pytest.mark.parametrize("case", [pytest.param(case, id=case["what"]) for case in RECORDED])
-def test_an_answer_is_the_recorded_one(case):
+def test_each_answer_equals_the_recorded_one(case):
     status, recorded = case["answer"]
-    if case["what"] == "GET completions":  # the recorded server has no such path, ours has, for POST
+    if case["what"] == "GET completions":  # the recorded server lacks this path; ours has it for POST
         assert face_of().answer(call_of(case)).status == 405
         return
     answer = face_of().answer(call_of(case))

@@ -1,4 +1,4 @@
-"""An engine that answers with errors, cuts its connections, or drains, as a test asks for."""
+"""Engines that answer with errors, cut connections or drain when a test asks for it."""
 
 import http.client
 import json
@@ -38,7 +38,7 @@ def send(connection, prompt="abc", **more):
     connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
 
 
-def test_the_next_requests_are_answered_as_asked_for_and_those_after_them_are_served(server):
+def test_the_next_requests_get_the_given_answers_and_later_ones_are_served(server):
     server.answer(0, 429, {"Retry-After": "3"}, times=2)
     server.answer(0, 503)
     for status, kind, after in (
@@ -59,7 +59,7 @@ def test_the_next_requests_are_answered_as_asked_for_and_those_after_them_are_se
     assert server.inside.faults_left == []
 
 
-def test_an_answer_is_of_what_an_engine_serves_alone_and_of_its_worker(server):
+def test_a_given_answer_applies_to_completions_of_its_worker_only(server):
     server.answer(0, 500)
     assert call(server.url(0), "/health")[0] == 200
     assert call(server.url(0), "/v1/models")[0] == 200
@@ -68,13 +68,13 @@ def test_an_answer_is_of_what_an_engine_serves_alone_and_of_its_worker(server):
 
 
 @pytest.mark.parametrize("dialect", ["sglang-0.5.23"])
-def test_an_answer_has_the_form_of_the_engine(server):
+def test_a_given_answer_has_the_form_of_the_engine(server):
     server.answer(0, 503)
     status, answer = call(server.url(0), "/generate", {"text": "abc"})
     assert (status, answer["object"], answer["type"]) == (503, "error", "ServiceUnavailable")
 
 
-def test_an_answer_without_an_end_ends_with_a_start(server):
+def test_start_ends_an_answer_without_a_count(server):
     server.answer(0, 500, times=None)
     for _ in range(3):
         assert call(server.url(0), "/v1/completions", {"prompt": "abc"})[0] == 500
@@ -84,9 +84,9 @@ def test_an_answer_without_an_end_ends_with_a_start(server):
 
 
 @pytest.mark.parametrize("chunks_sent", [1, 2, 4, 9])
-def test_a_stream_is_cut_after_so_many_chunks_and_never_ends(server, chunks_sent):
+def test_a_stream_is_cut_after_the_given_number_of_chunks_and_never_ends(server, chunks_sent):
     server.cut(0, after_chunks=chunks_sent)
-    assert complete(server.url(0), "abc")  # one that does not stream is not cut
+    assert complete(server.url(0), "abc")  # a request without streaming is not cut
     connection = connect(server)
     send(connection, stream=True)
     answer = connection.getresponse()
@@ -103,7 +103,7 @@ def test_a_stream_is_cut_after_so_many_chunks_and_never_ends(server, chunks_sent
     assert chunks(text)[1]
 
 
-def test_a_chat_is_cut_after_its_role(server):
+def test_a_streamed_chat_is_cut_after_its_role(server):
     server.cut(0, after_chunks=1)
     connection = connect(server)
     body = {"messages": [{"role": "user", "content": "x"}], "stream": True}
@@ -116,7 +116,7 @@ def test_a_chat_is_cut_after_its_role(server):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_request_is_cut_before_anything_is_sent(server, stream):
+def test_a_request_can_be_cut_before_any_byte_is_sent(server, stream):
     server.cut(0)
     connection = connect(server)
     send(connection, stream=stream)
@@ -127,7 +127,7 @@ def test_a_request_is_cut_before_anything_is_sent(server, stream):
     assert complete(server.url(0), "abc")
 
 
-def test_what_is_refused_and_cut_leaves_nothing_open(server):
+def test_refused_and_cut_requests_leave_nothing_open(server):
     server.answer(0, 500)
     server.cut(0)
     server.cut(0, after_chunks=2)
@@ -162,7 +162,7 @@ def test_what_is_refused_and_cut_leaves_nothing_open(server):
         ("drain", (7,), "KvServer: there is no worker 7; there are 0, 1"),
     ],
 )
-def test_what_cannot_be_is_refused_in_one_line_and_changes_nothing(server, method, arguments, text):
+def test_an_impossible_refusal_is_refused_in_one_line_and_changes_nothing(server, method, arguments, text):
     with pytest.raises((ValueError, TypeError)) as refused:
         getattr(server, method)(*arguments)
     assert str(refused.value).startswith(text)
@@ -171,7 +171,7 @@ def test_what_cannot_be_is_refused_in_one_line_and_changes_nothing(server, metho
     assert complete(server.url(0), "abc")
 
 
-def test_the_control_api_has_them(server):
+def test_the_control_api_offers_refusals_cuts_and_drains(server):
     control = server.control_url
     assert call(control, "/answer", {"worker": 0, "status": 429, "headers": {"Retry-After": "1"}, "times": 2}) == (
         200,
@@ -198,7 +198,7 @@ def test_the_control_api_has_them(server):
 
 
 def held(server, answers):
-    """Have worker 0 hold a request, and return the thread of its client."""
+    """Let worker 0 hold a request; return the thread of its client."""
     server.hold(0)
     thread = threading.Thread(target=lambda: answers.append(complete(server.url(0), "abc", 3)))
     thread.start()
@@ -206,17 +206,17 @@ def held(server, answers):
     return thread
 
 
-def test_vllm_drains_what_is_open_and_refuses_connections(server):
+def test_a_draining_vllm_completes_open_requests_and_refuses_connections(server):
     answers = []
     idle = connect(server)
     send(idle)
     assert idle.getresponse().read()
     thread = held(server, answers)
     server.drain(0)
-    server.drain(0)  # twice is no error
+    server.drain(0)  # a second time is no error
     with pytest.raises(ConnectionRefusedError):
         complete(server.url(0), "abc")
-    assert idle.sock.recv(1) == b""  # the connection that was idle is closed
+    assert idle.sock.recv(1) == b""  # the idle connection is closed
     server.release(0)
     thread.join()
     assert len(answers) == 1
@@ -224,7 +224,7 @@ def test_vllm_drains_what_is_open_and_refuses_connections(server):
     idle.close()
 
 
-def test_one_that_drained_starts_again_with_what_it_holds(server):
+def test_a_drained_worker_starts_again_with_its_cached_blocks(server):
     text = server.text(2)
     complete(server.url(0), text)
     server.drain(0)
@@ -237,7 +237,7 @@ def test_one_that_drained_starts_again_with_what_it_holds(server):
     assert complete(server.url(0), text)
 
 
-def test_a_drain_ends_while_a_request_is_open(server):
+def test_start_ends_a_drain_while_a_request_is_open(server):
     answers = []
     thread = held(server, answers)
     server.drain(0)
@@ -249,7 +249,7 @@ def test_a_drain_ends_while_a_request_is_open(server):
 
 
 @pytest.mark.parametrize("dialect", ["sglang-0.5.23"])
-def test_sglang_that_drains_is_not_healthy_and_refuses_connections_once_nothing_is_open(server):
+def test_a_draining_sglang_is_unhealthy_and_refuses_connections_once_nothing_is_open(server):
     answers = []
     thread = held(server, answers)
     server.drain(0)
@@ -275,7 +275,7 @@ def refuses(server):
 
 
 @pytest.mark.parametrize("dialect", ["sglang-0.5.23"])
-def test_sglang_that_has_nothing_open_ends_at_once(server):
+def test_an_idle_sglang_drains_at_once(server):
     server.drain(0)
     with pytest.raises(ConnectionRefusedError):
         call(server.url(0), "/health")

@@ -1,4 +1,4 @@
-"""The legs that two real routers sent, replayed to served engines: each is answered, and nothing is left."""
+"""Recorded legs of two real routers, replayed to served engines: each is answered, and nothing stays open."""
 
 import gzip
 import http.client
@@ -37,7 +37,7 @@ def test_the_recording_has_all_requests():
 
 
 def faulty(record):
-    """By the worker, how many of its first legs its stub answered with an error, and with which."""
+    """Return by worker the error status with which its stub answered its first legs."""
     kind, status = HALF.get(record["fault"], ("", 0))
     return {who: status for who in WORKERS if who[0] == kind}
 
@@ -48,10 +48,10 @@ class Replay:
     def __init__(self, server, record, left):
         self.server, self.record, self.left = server, record, left
         self.statuses = []
-        self.planned = set()  # who answers the next leg with an error
+        self.planned = set()  # workers that answer the next leg with an error
 
     def body(self, leg, answers):
-        """The body of a leg, with what a stub said in place of what these engines say."""
+        """Return the body of a leg, with values of these engines' answers in place of the stubs'."""
         body = dict(leg["body"])
         server, worker = self.server, WORKERS[leg["who"]]
         given = body.get("kv_transfer_params")
@@ -75,7 +75,7 @@ class Replay:
         return body
 
     def serial(self):
-        """vLLM's: one leg after the other."""
+        """Send vLLM's legs, one after the other."""
         answers = []
         for leg in self.record["legs"]:
             if "gone" in leg:
@@ -91,7 +91,7 @@ class Replay:
                 answers.append(answer)
 
     def at_once(self):
-        """SGLang's: both legs of a room at once; where one is refused the other is dropped."""
+        """Send SGLang's two legs of each room at once; if one is refused, drop the other."""
         rooms = {}
         for leg in self.record["legs"]:
             if "gone" not in leg:
@@ -111,7 +111,7 @@ class Replay:
                         self.statuses.append((leg["who"], status))
 
     def fault(self, leg):
-        """Have an engine answer with an error where its stub did: the first time, of 400 each time."""
+        """Let an engine answer with an error where its stub did: the first time, or with 400 each time."""
         who, status = leg["who"], faulty(self.record).get(leg["who"])
         self.planned.discard(who)
         if status is not None and (status == 400 or self.left[who]):
@@ -120,13 +120,13 @@ class Replay:
             self.planned.add(who)
 
     def one_refused(self, legs):
-        """Send the leg that waits, and close its connection as the other one is refused."""
+        """Send the leg that waits, and close its connection when the other one is refused."""
         refused = [leg for leg in legs if leg["who"] in self.planned]
         waiting = [leg for leg in legs if leg["who"] not in self.planned]
         self.leave(waiting, [], then=refused)
 
     def leave(self, legs, answers, then=()):
-        """Send legs that are not answered, and close their connections."""
+        """Send legs that get no answer, and close their connections."""
         open_legs = []
         self.server.hold()
         for leg in legs:
@@ -150,7 +150,7 @@ def choices(leg):
 
 
 @pytest.mark.parametrize("router", ROUTERS)
-def test_legs_of_a_real_router_are_answered_as_its_stubs_did(router):
+def test_recorded_legs_of_a_real_router_get_the_same_answers_as_from_its_stubs(router):
     records = [each for each in LEGS if each["router"] == router]
     by_fault = {}
     for record in records:
@@ -165,7 +165,7 @@ def test_legs_of_a_real_router_are_answered_as_its_stubs_did(router):
                 where = f"{router}, {fault}, {record['case']}: {replay.statuses}"
                 shares_rooms = router.startswith("sglang") and record["request"]["body"].get("n", 1) > 1
                 if shares_rooms:
-                    assert set(statuses) == {500}, where  # all children have one room, which does not work
+                    assert set(statuses) == {500}, where  # all children have one room, which fails
                 elif record["status"] != "left":
                     assert record["status"] in statuses, where
                 if fault not in HALF and not shares_rooms:

@@ -1,4 +1,4 @@
-"""The command `serve`: a server in a process of its own, which ends when it must."""
+"""The command `serve`: a server in its own process, and how it ends."""
 
 import json
 import os
@@ -26,18 +26,18 @@ SERVE = [sys.executable, "-m", "pytest_kvmock", "serve"]
 
 
 def with_descriptors(most, *args):
-    """The command, which may open so many descriptors."""
+    """Return the command with a limit of open descriptors."""
     return ["sh", "-c", f'ulimit -n {most}; exec "$@"', "sh", *SERVE, *args]
 
 
 def heed_signals():
-    """In the new process: these two end it, also where the tests themselves run in the background and ignore them."""
+    """Make these two signals end the new process, even if the tests run in the background and ignore them."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
 class Process:
-    """The command, as a test in another language starts it."""
+    """The command as a test in another language would start it."""
 
     def __init__(self, *args, stdin=subprocess.PIPE, descriptors=None):
         command = [*SERVE, *args] if descriptors is None else with_descriptors(descriptors, *args)
@@ -46,12 +46,12 @@ class Process:
         self.ready = json.loads(self.popen.stdout.readline())
 
     def ended(self):
-        """Return the exit code and what else was written."""
+        """Return the exit code and the rest of the output."""
         out, errors = self.popen.communicate(timeout=20)
         return self.popen.returncode, out, errors
 
 
-def test_it_says_where_it_listens_and_ends_with_its_standard_input(tmp_path):
+def test_serve_prints_where_it_listens_and_ends_with_its_standard_input(tmp_path):
     capture = tmp_path / "capture.jsonl"
     process = Process("--workers", "2", "--dialect", "sglang-0.5.23", "--capture", str(capture), "--num-blocks", "64")
     ready = process.ready
@@ -88,13 +88,13 @@ def test_it_says_where_it_listens_and_ends_with_its_standard_input(tmp_path):
 
 
 @pytest.mark.parametrize("form", [[], ["--self-describing"]])
-def test_engines_of_vllm_have_a_host(form, tmp_path):
+def test_serve_can_give_vllms_engines_a_host(form, tmp_path):
     capture = tmp_path / "capture.jsonl"
     process = Process("--host-blocks", "64", *form, "--capture", str(capture), "--num-blocks", "64")
     url = process.ready["workers"][0]["http"]
     for text in ("x" * 64, "y" * 640):
         complete(url, text)
-    complete(url, "z" * 1000)  # in its passes what was copied before is reported
+    complete(url, "z" * 1000)  # its passes report the copies made before
     assert call(process.ready["control"], "/verdict")[1]["right"]
     process.popen.stdin.close()
     process.popen.stdin = None
@@ -105,12 +105,12 @@ def test_engines_of_vllm_have_a_host(form, tmp_path):
 
 
 def _stream(url):
-    with suppress(OSError, HTTPException):  # it is cut in the middle
+    with suppress(OSError, HTTPException):  # the stream is cut
         call(url, "/v1/completions", {"prompt": "abc", "max_tokens": 50, "stream": True})
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_it_ends_with_a_signal_and_does_not_look_at_dev_null(number):
+def test_serve_ends_with_a_signal_and_ignores_an_empty_standard_input(number):
     process = Process(stdin=subprocess.DEVNULL)
     assert call(process.ready["workers"][0]["http"], "/health")[0] == 200
     process.popen.send_signal(number)
@@ -122,10 +122,10 @@ needs_full_disk = pytest.mark.skipif(not Path("/dev/full").exists(), reason="onl
 
 
 @needs_full_disk
-def test_a_capture_whose_disk_fills_breaks_the_engine_for_all_to_see():
+def test_a_capture_on_a_full_disk_breaks_the_engine():
     process = Process("--capture", "/dev/full", "--num-blocks", "64", "--workers", "2")
     (url, other), control = (each["http"] for each in process.ready["workers"]), process.ready["control"]
-    for number in range(200):  # what is written is buffered, so it takes some
+    for number in range(200):  # writes are buffered, so it takes several
         status, answer = call(url, "/v1/completions", {"prompt": f"{number:x<100}", "max_tokens": 1})
         if status != 200:
             break
@@ -148,7 +148,7 @@ def test_a_capture_that_cannot_be_written_at_the_end_is_an_error():
 
 
 @worth_its_time
-def test_a_capture_that_is_there_is_not_written_over(tmp_path):
+def test_an_existing_capture_is_not_overwritten_without_the_option(tmp_path):
     file = tmp_path / "capture.jsonl"
     file.write_text("mine")
     there = f"serve: {file}: the file is there already; --overwrite (overwrite=True) replaces it\n"
@@ -160,7 +160,7 @@ def test_a_capture_that_is_there_is_not_written_over(tmp_path):
     assert main(["check", str(file)]) == 0
 
 
-def test_what_cannot_be_served_leaves_no_capture(tmp_path):
+def test_a_refused_serve_command_leaves_no_capture(tmp_path):
     file = tmp_path / "capture.jsonl"
     assert ended([*SERVE, "--capture", str(file), "--adapter", ""])[0] == 2
     assert not file.exists()
@@ -172,7 +172,7 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
     assert (process.ready["model"], process.ready["backend"]) == ("qwen3-next", "vllm_qwen3_next")
     assert process.ready["block_size"] == 544
     for tail in ("x", "y"):
-        complete(worker["http"], "abcd" * 272 + tail * 600)  # two blocks, and more than one
+        complete(worker["http"], "abcd" * 272 + tail * 600)  # two shared blocks, and more than one other
     _, known = call(control, "/expect", {"prompt": "abcd" * 272 + "z"})
     assert known["blocks"] == [{"worker": 0, "rank": 0, "blocks": 2, "reusable": 1088}]
     assert process.ended() == (0, "", "")
@@ -259,8 +259,8 @@ def test_a_hybrid_model_is_served_with_its_cache_groups():
         ),
     ],
 )
-def test_what_cannot_be_served_is_one_line(args, text, capsys, monkeypatch):
-    # Else it would be served until somebody asks for the end.
+def test_impossible_options_of_serve_are_refused_in_one_line(args, text, capsys, monkeypatch):
+    # Otherwise it would serve until the end is requested.
     monkeypatch.setattr("pytest_kvmock.servers.serve.command._wait", lambda end: pytest.fail("it is served"))
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
     before = [signal.getsignal(each) for each in signals]
@@ -285,7 +285,7 @@ def ended(command, **options):
 
 
 @takes_long
-def test_ranks_have_a_port_each():
+def test_serve_can_give_each_rank_a_port():
     process = Process("--ranks", "2", "--http", "rank")
     (row,) = process.ready["workers"]
     assert [each["ranks"] for each in row["ports"]] == [[0], [1]]
@@ -296,7 +296,7 @@ def test_ranks_have_a_port_each():
 
 
 @takes_long
-def test_more_workers_than_descriptors_are_one_line():
+def test_too_many_workers_for_the_descriptor_limit_are_refused_in_one_line():
     code, out, errors = ended(with_descriptors(256, "--workers", "400"))
     assert (code, out) == (2, "")
     assert re.fullmatch(
@@ -308,7 +308,7 @@ def test_more_workers_than_descriptors_are_one_line():
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="only where a process can count its descriptors")
 @pytest.mark.parametrize(("workers", "ranks"), [(1, 1), (6, 1), (3, 4)])
-def test_no_more_descriptors_are_open_than_were_asked_for(workers, ranks):
+def test_a_server_opens_no_more_descriptors_than_it_calculates(workers, ranks):
     def count():
         return len(list(Path("/proc/self/fd").iterdir()))
 
@@ -325,7 +325,7 @@ CANNOT = "serve: the ready line cannot be written to standard output: "
 
 
 @takes_long
-def test_a_standard_output_that_nobody_reads_is_one_line():
+def test_a_closed_standard_output_is_reported_in_one_line():
     assert ended(["sh", "-c", 'exec "$@" >&-', "sh", *SERVE]) == (2, "", f"{CANNOT}it is closed\n")
     reads, writes = os.pipe()
     os.close(reads)
@@ -334,23 +334,23 @@ def test_a_standard_output_that_nobody_reads_is_one_line():
 
 
 @needs_full_disk
-def test_a_standard_output_that_is_full_is_one_line():
+def test_a_full_standard_output_is_reported_in_one_line():
     with Path("/dev/full").open("w") as full:
         assert ended(SERVE, stdout=full) == (2, None, f"{CANNOT}No space left on device\n")
 
 
-def test_no_standard_error_is_no_traceback_and_the_exit_code_stays():
+def test_a_closed_standard_error_causes_no_traceback_and_keeps_the_exit_code():
     assert ended(["sh", "-c", 'exec "$@" 2>&-', "sh", *SERVE, "--workers", "0"]) == (2, "", "")
 
 
 @pytest.mark.parametrize("module", ["argparse", "msgspec", "aiohttp"])
-def test_ctrl_c_while_modules_are_loaded_ends_it_as_any_other_process(module, tmp_path):
+def test_ctrl_c_during_imports_ends_the_command_by_the_signal(module, tmp_path):
     (tmp_path / f"{module}.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGINT)\n")
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     assert ended(SERVE, env=environment) == (-signal.SIGINT, "", "")
 
 
-def test_descriptors_that_are_used_up_are_one_line_and_it_goes_on():
+def test_exhausted_descriptors_are_reported_in_one_line_and_serving_continues():
     process = Process(descriptors=64)
     (worker,), control = process.ready["workers"], process.ready["control"]
     address = urlsplit(worker["http"])
@@ -365,7 +365,7 @@ def test_descriptors_that_are_used_up_are_one_line_and_it_goes_on():
     assert process.ended() == (0, "", "")
 
 
-def test_the_tokenizer_is_a_command(tmp_path, capsys):
+def test_the_tokenizer_command_writes_a_tokenizer(tmp_path, capsys):
     assert main(["tokenizer", str(tmp_path / "made")]) == 0
     assert "tokenizer.json, tokenizer_config.json, config.json" in capsys.readouterr().out
     assert [each.name for each in Path(tmp_path).iterdir()] == ["made"]

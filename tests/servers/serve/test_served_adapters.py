@@ -1,4 +1,4 @@
-"""Adapters that clients load and unload while an engine runs: routes, numbers, and which blocks they hit."""
+"""Adapters that clients load and unload while an engine runs: routes, numbers, and cache hits."""
 
 import pytest
 from depth import each_parameter
@@ -34,7 +34,7 @@ def stored(harness):
     return [each for each in harness.events if each.event.data.kind == "stored"]
 
 
-def test_an_adapter_is_a_model_while_it_is_loaded(serving):
+def test_a_loaded_adapter_is_listed_as_a_model_until_it_is_unloaded(serving):
     _, server = serving
     assert load(server) == (200, "Success: LoRA adapter 'a' added successfully.")
     cards = call(server.url(0), "/v1/models")[1]["data"]
@@ -49,7 +49,7 @@ def test_an_adapter_is_a_model_while_it_is_loaded(serving):
     ("path", "hit", "hashes"), [("/one", 32, "the same"), ("/two", 0, "others")], ids=["same path", "other path"]
 )
 @each_parameter
-def test_blocks_are_those_of_name_and_path_and_a_reload_has_another_number(serving, path, hit, hashes):
+def test_adapter_blocks_depend_on_name_and_path_and_a_reload_gets_another_number(serving, path, hit, hashes):
     harness, server = serving
     text = server.text(2) + "x"
     load(server)
@@ -66,7 +66,7 @@ def test_blocks_are_those_of_name_and_path_and_a_reload_has_another_number(servi
     harness.assert_in_sync()
 
 
-def test_in_place_it_keeps_its_number(serving):
+def test_an_adapter_loaded_in_place_keeps_its_number(serving):
     harness, server = serving
     load(server)
     complete(server.url(0), server.text(2), model="a")
@@ -76,7 +76,7 @@ def test_in_place_it_keeps_its_number(serving):
 
 
 @pytest.mark.parametrize("serving", [(SGLANG, 1)], indirect=True)
-def test_on_sglang_a_reload_hits_nothing(serving):
+def test_a_reloaded_adapter_hits_nothing_on_sglang(serving):
     harness, server = serving
     text = server.text(2) + "x"
     assert load(server)[1] == {"success": True, "error_message": "", "loaded_adapters": {"a": "/one"}}
@@ -104,12 +104,12 @@ def test_on_sglang_a_reload_hits_nothing(serving):
     ],
 )
 @each_parameter
-def test_what_cannot_be_is_refused(serving, ask, status, text):
+def test_an_impossible_adapter_request_is_refused(serving, ask, status, text):
     got, answer = ask(serving[1])
     assert (got, text in answer["error"]["message"]) == (status, True)
 
 
-def test_a_field_that_is_missing_is_named(serving):
+def test_a_missing_field_of_an_adapter_request_is_named(serving):
     status, answer = call(serving[1].url(0), "/v1/load_lora_adapter", {"lora_name": "a"})
     assert (status, answer["error"]["param"]) == (400, "body.lora_path")
 
@@ -119,7 +119,7 @@ def sglang_refusal(text, loaded):
 
 
 @pytest.mark.parametrize("serving", [(SGLANG, 1)], indirect=True)
-def test_sglang_refuses_in_its_own_form_and_words(serving):
+def test_sglang_refuses_adapter_requests_in_its_own_form(serving):
     _, server = serving
     load(server)
     text = "Failed to load LoRA adapter a because it is already loaded"
@@ -129,6 +129,6 @@ def test_sglang_refuses_in_its_own_form_and_words(serving):
 
 
 @pytest.mark.parametrize("serving", [(SGLANG, 2)], indirect=True)
-def test_sglang_loads_none_with_several_ranks(serving):
+def test_sglang_loads_no_adapter_with_several_ranks(serving):
     assert load(serving[1]) == sglang_refusal("dp_size must be 1 for dynamic lora loading", {})
     assert unload(serving[1]) == sglang_refusal("dp_size must be 1 for dynamic lora loading", None)

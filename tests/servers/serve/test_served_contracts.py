@@ -1,4 +1,4 @@
-"""What served engines of vLLM and SGLang do apart from serving: full reports, sizes, resets."""
+"""Served engines of vLLM and SGLang apart from completions: full reports, sizes, resets."""
 
 import pytest
 from served import call, complete
@@ -22,7 +22,7 @@ def asks(server, text, **body):
     return call(server.url(0), "/v1/completions", {"prompt": text, "max_tokens": 1, **body})
 
 
-def test_a_request_in_full_mode_reports_what_it_hits():
+def test_a_request_in_full_report_mode_reports_its_hits():
     with serving() as harness, KvServer(harness) as server:
         text = server.text(4)
         complete(server.url(0), text)
@@ -36,7 +36,7 @@ def test_a_request_in_full_mode_reports_what_it_hits():
 
 
 @pytest.mark.parametrize("mode", ["Full", True])
-def test_another_mode_is_ignored(mode, capfd):
+def test_an_unknown_report_mode_is_ignored(mode, capfd):
     with serving() as harness, KvServer(harness) as server:
         text = server.text(4)
         complete(server.url(0), text)
@@ -47,7 +47,7 @@ def test_another_mode_is_ignored(mode, capfd):
     assert f"kv_cache_report_mode {mode!r} is ignored, as vLLM ignores it" in capfd.readouterr().err
 
 
-def test_a_full_report_under_dcp_leaves_a_dead_engine():
+def test_a_full_report_with_dcp_ends_the_engine():
     backend = BACKENDS["vllm"].variant("vllm_dcp", dcp=4)
     with serving(backend=backend, block_size=64) as harness, KvServer(harness, dialect="vllm-0.33") as server:
         text = server.text(4)
@@ -59,7 +59,7 @@ def test_a_full_report_under_dcp_leaves_a_dead_engine():
     assert health == 503
 
 
-def test_the_metrics_have_the_page_and_the_block_of_an_engine_with_context_parallelism():
+def test_vllms_metrics_show_page_and_block_size_under_context_parallelism():
     backend = BACKENDS["vllm"].variant("vllm_dcp", dcp=4)
     with serving(backend=backend, block_size=64) as harness, KvServer(harness, dialect="vllm-0.33") as server:
         complete(server.url(0), server.text(2))
@@ -69,7 +69,7 @@ def test_the_metrics_have_the_page_and_the_block_of_an_engine_with_context_paral
     assert len(event.token_ids[0]) == 64
 
 
-def test_a_served_reset_leaves_with_the_next_request():
+def test_a_reset_is_published_with_the_next_request():
     with serving() as harness, KvServer(harness) as server:
         text = server.text(3)
         complete(server.url(0), text)
@@ -81,12 +81,12 @@ def test_a_served_reset_leaves_with_the_next_request():
     assert kinds == ["cleared", "stored"]
 
 
-def test_windows_refuse_context_parallelism():
+def test_sliding_windows_refuse_context_parallelism():
     with pytest.raises(ValueError, match="dcp must be 1 with a cache group of kind 'sliding_window', as vLLM refuses"):
         BACKENDS["vllm_gpt_oss"].variant("wrong", dcp=2)
 
 
-def test_sglang_advertises_the_page_and_the_block_of_an_engine_with_context_parallelism():
+def test_sglang_advertises_page_and_block_size_under_context_parallelism():
     backend = BACKENDS["sglang"].variant("sglang_dcp", dcp=4)
     with serving(backend=backend, block_size=64) as harness, KvServer(harness, dialect="sglang-0.5.22") as server:
         complete(server.url(0), server.text(1) + server.text(1)[:32])
@@ -104,6 +104,6 @@ def test_sglang_advertises_the_page_and_the_block_of_an_engine_with_context_para
         ({"dcp": 2, "window": 64}, "dcp of sglang is for full attention alone, without tiers, drafts and pairs"),
     ],
 )
-def test_sglang_refuses_context_parallelism_that_it_has_not(options, text):
+def test_sglang_refuses_unsupported_context_parallelism(options, text):
     with pytest.raises(ValueError, match=text):
         BACKENDS["sglang"].variant("wrong", **options)

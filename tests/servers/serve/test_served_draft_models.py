@@ -1,4 +1,4 @@
-"""The draft models that `serve --speculative` asks for."""
+"""Draft models of `serve --speculative`."""
 
 import pytest
 
@@ -18,12 +18,12 @@ from pytest_kvmock.servers.serve.command import _with_draft_model as with_draft_
         ("sglang", "NGRAM", 0),
     ],
 )
-def test_an_engine_has_the_draft_model_that_was_asked_for(backend, text, ahead):
+def test_an_engine_gets_the_requested_draft_model(backend, text, ahead):
     worker = RouterHarness(backend=with_draft_model(BACKENDS[backend], text)).worker(0)
     assert ahead == worker.traits.looks_ahead
 
 
-def test_without_one_the_engine_is_as_it_is():
+def test_without_the_option_the_backend_is_unchanged():
     assert BACKENDS["vllm"] is with_draft_model(BACKENDS["vllm"], None)
 
 
@@ -39,7 +39,7 @@ def test_without_one_the_engine_is_as_it_is():
         ("sglang", "EAGLE:0", "at least 1"),
     ],
 )
-def test_a_draft_model_that_there_is_not_is_refused(backend, text, why):
+def test_an_unknown_draft_model_is_refused(backend, text, why):
     with pytest.raises(ValueError, match=why):
         with_draft_model(BACKENDS[backend], text)
 
@@ -53,7 +53,7 @@ def test_a_draft_option_of_another_engine_is_refused(backend, text):
 @pytest.mark.parametrize(
     ("backend", "accepted"), [("vllm_mtp", [4]), ("sglang_eagle", [4]), ("vllm_mtp", [-1]), ("vllm", [1])]
 )
-def test_a_step_accepts_no_more_than_it_has_drafts(backend, accepted):
+def test_a_step_cannot_accept_more_tokens_than_it_has_drafts(backend, accepted):
     harness = RouterHarness(backend=backend)
     request = harness.worker(0).prefill(range(20))
     with pytest.raises(ValueError, match="accepted"):

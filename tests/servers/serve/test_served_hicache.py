@@ -1,4 +1,4 @@
-"""Engines of SGLang with a host behind sockets: what is on the wire, in which batch, and what comes back."""
+"""Engines of SGLang with a host behind sockets: events on the wire, their batches, and host hits."""
 
 import msgspec
 import pytest
@@ -16,7 +16,7 @@ def harness(num_blocks=12, engine=None, **tiers):
 
 
 def batches(server):
-    """What each batch on the wire has: kind, medium and number of blocks of each event."""
+    """Return kind, medium and number of blocks of each event, by batch on the wire."""
     found = []
     for batch in server.publisher(0).kept():
         events = msgspec.msgpack.decode(batch.payload)[1]
@@ -24,7 +24,7 @@ def batches(server):
     return found
 
 
-def test_a_prompt_comes_back_from_the_host():
+def test_a_prompt_is_loaded_back_from_the_host():
     with harness() as kv, KvServer(kv, DIALECT) as server:
         texts = [server.text(5) + "x" for _ in range(3)]
         for text in texts:
@@ -45,7 +45,7 @@ def test_a_prompt_comes_back_from_the_host():
         (40, [[("GPU", 2)], [("CPU_PINNED", 2), ("GPU", 1)], [("CPU_PINNED", 1)]]),
     ],
 )
-def test_what_is_copied_while_others_decode_waits_for_its_batch(every, expected):
+def test_copies_made_during_decode_are_published_with_the_next_batch(every, expected):
     with harness(engine={"publish_every": every}) as kv, KvServer(kv, DIALECT) as server:
         text = server.text(2) + "x"
         complete(server.url(0), text, max_tokens=20)

@@ -1,4 +1,4 @@
-"""The load stream of served engines of SGLang: where it is, what it says, and what is lost on the way."""
+"""The load stream of served engines of SGLang: its ports, its messages, and its faults."""
 
 import re
 
@@ -25,14 +25,14 @@ def serving(ranks=1, dialect=DIALECT):
 
 
 def until(subscriber, holds):
-    """Read until a condition holds of what is known."""
+    """Read until a condition holds for the readings."""
     for _ in range(500):
         if holds(found := subscriber.read(0.01)):
             return found
     raise AssertionError(found)
 
 
-def test_each_rank_says_its_load_at_a_port_that_server_info_names():
+def test_each_rank_publishes_its_load_at_the_port_in_server_info():
     with serving(ranks=2) as harness, KvServer(harness, DIALECT, ports={"loads": 0}) as server:
         events = call(server.url(0), "/server_info")[1]["kv_events"]
         (worker,) = server.inside.ready_line()["workers"]
@@ -46,7 +46,7 @@ def test_each_rank_says_its_load_at_a_port_that_server_info_names():
     assert sorted(each.stat.prefill_tokens for each in served.values()) == [0, 48]
 
 
-def test_a_worker_that_is_stopped_says_nothing_and_one_that_restarts_begins_with_0():
+def test_a_stopped_worker_publishes_no_load_and_a_restarted_one_starts_at_number_0():
     with serving() as harness, KvServer(harness, DIALECT, ports={"loads": 0}) as server:
         (worker,) = server.inside.ready_line()["workers"]
         with LoadSubscriber(worker["loads"]) as loads:
@@ -63,7 +63,7 @@ def test_a_worker_that_is_stopped_says_nothing_and_one_that_restarts_begins_with
     assert restarted[0].stat.prefill_us > 0
 
 
-def test_without_it_server_info_names_none():
+def test_without_a_load_stream_server_info_names_no_port():
     with serving() as harness, KvServer(harness, DIALECT) as server:
         assert "load_endpoint_port_base" not in call(server.url(0), "/server_info")[1]["kv_events"]
 
@@ -80,7 +80,7 @@ def test_without_it_server_info_names_none():
         ),
     ],
 )
-def test_ports_of_loads_that_cannot_be_are_refused(dialect, ports, text):
+def test_impossible_load_ports_are_refused(dialect, ports, text):
     with serving(2, dialect) as harness, pytest.raises(ValueError, match=text):
         KvServer(harness, dialect, ports=ports)
 
@@ -90,7 +90,7 @@ def test_ports_of_loads_that_cannot_be_are_refused(dialect, ports, text):
 
 @pytest.fixture
 def asked():
-    """A served engine of two ranks, and its control API."""
+    """Yield a served engine of two ranks and its control API."""
     with serving(2) as harness, KvServer(harness, DIALECT, ports={"loads": 0, "control": 0}) as server:
 
         def ask(**given):
@@ -101,13 +101,13 @@ def asked():
 
 @pytest.fixture
 def heard(asked):
-    """A reader of its loads, which has heard both ranks."""
+    """Yield a reader of its loads that has received both ranks."""
     with LoadSubscriber(asked[0].inside.ready_line()["workers"][0]["loads"]) as loads:
         until(loads, lambda found: len(found) == 2)
         yield loads
 
 
-def test_a_load_that_is_frozen_is_said_again_under_new_numbers(asked, heard):
+def test_a_frozen_load_is_repeated_under_new_numbers(asked, heard):
     server, ask = asked
     assert ask(name="freeze", rank=0, messages=100) == (200, {"done": True})
     complete(server.url(0), server.text(3), data_parallel_rank=0)
@@ -119,7 +119,7 @@ def test_a_load_that_is_frozen_is_said_again_under_new_numbers(asked, heard):
     assert re.fullmatch(r"worker 0: freeze of loads \(\d+ left\)", left)
 
 
-def test_messages_are_lost_and_numbers_jump(asked, heard):
+def test_load_messages_can_be_lost_and_numbers_can_jump(asked, heard):
     server, ask = asked
     before = heard.read()[0].number
     assert ask(name="jump", rank=0, numbers=5)[0] == ask(name="lose", rank=0)[0] == 200
@@ -131,7 +131,7 @@ def test_messages_are_lost_and_numbers_jump(asked, heard):
 
 @pytest.mark.parametrize("path", ["/metrics", "/get_load", "/v1/loads"])
 @each_parameter
-def test_polls_of_a_load_fail_for_a_while(asked, path):
+def test_load_polls_can_fail_for_a_while(asked, path):
     server, ask = asked
     assert ask(name="fail_polls", times=2) == (200, {"done": True})
     assert call(server.url(0), "/health")[0] == 200
@@ -157,14 +157,14 @@ def test_polls_of_a_load_fail_for_a_while(asked, path):
     ],
 )
 @each_parameter
-def test_a_fault_that_cannot_be_is_one_line(asked, given, text):
+def test_an_impossible_load_fault_is_refused_in_one_line(asked, given, text):
     server, ask = asked
     status, answer = ask(**given)
     assert (status, text in answer["error"], "\n" in answer["error"]) == (400, True, False)
     assert server.inside.faults_left == []
 
 
-def test_a_worker_without_a_load_stream_has_no_faults_of_one():
+def test_a_worker_without_a_load_stream_refuses_stream_faults():
     with serving(dialect="vllm-0.33") as harness, KvServer(harness) as server:
         with pytest.raises(ValueError, match="fault 'lose' is of a load stream, and worker 0 has none: see ports"):
             server.load_fault(0, "lose")
@@ -185,7 +185,7 @@ def stream():
             now[0] += 1.0
             sender.call(0, lambda: stat)
 
-        for _ in range(500):  # until the subscription has arrived
+        for _ in range(500):  # until the subscription is active
             say()
             if subscriber.read(0.01):
                 break
@@ -203,7 +203,7 @@ def test_a_lost_message_is_a_gap_and_the_next_one_replaces_it(stream):
     assert [name for name, *_ in sender.faults.injected] == ["lose", "lose"]
 
 
-def test_a_late_message_is_no_newer_reading(stream):
+def test_a_late_message_does_not_replace_a_newer_reading(stream):
     sender, subscriber, say = stream
     before = subscriber.read()[0].number
     sender.faults.late()
@@ -228,7 +228,7 @@ def test_a_message_of_another_length_is_read_by_position(stream, fault, expected
     assert until(subscriber, lambda found: found[0].stat.running == 7)[0].stat == expected
 
 
-def test_a_message_that_is_too_short_is_named_and_changes_nothing(stream):
+def test_a_message_that_is_too_short_is_reported_and_changes_nothing(stream):
     sender, subscriber, say = stream
     sender.faults.cut(entries=3)
     say(LoadStat(7, 0, 0, 1600))
@@ -237,7 +237,7 @@ def test_a_message_that_is_too_short_is_named_and_changes_nothing(stream):
     assert subscriber.unread == ["rank 0: a LoadStat is an array of at least 6 entries, got ['LoadStat', 7, 0]"]
 
 
-def test_numbers_jump_as_sends_that_failed_make_them(stream):
+def test_a_jump_skips_numbers_like_failed_sends(stream):
     sender, subscriber, say = stream
     before = subscriber.read()[0].number
     sender.faults.jump(10)
@@ -245,7 +245,7 @@ def test_numbers_jump_as_sends_that_failed_make_them(stream):
     until(subscriber, lambda found: found[0].number == before + 11)
 
 
-def test_late_messages_of_several_ranks_stay_those_of_their_rank():
+def test_late_messages_are_held_back_per_rank():
     sender = LoadSender("tcp://127.0.0.1:*", 2, interval=1, clock=lambda: 0.0)
     sender.faults.late()
     sent = [sender.faults.strike(rank, [b"load", bytes(7) + bytes([number]), b""]) for rank, number in MESSAGES]
@@ -254,7 +254,7 @@ def test_late_messages_of_several_ranks_stay_those_of_their_rank():
     assert [(name, rank) for name, rank, _ in sender.faults.injected] == [("late", 0), ("late", 0)]
 
 
-def test_a_fault_of_a_rank_that_there_is_not_is_refused(stream):
+def test_a_load_fault_refuses_an_unknown_rank(stream):
     sender, _, _ = stream
     with pytest.raises(ValueError, match="dp_rank must be below 1, the ranks of these loads; got 3"):
         sender.faults.lose(dp_rank=3)

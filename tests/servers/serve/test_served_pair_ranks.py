@@ -1,4 +1,4 @@
-"""Served engines of P/D pairs with several ranks: which one a leg is at, and where the other leg looks for it."""
+"""Served engines of P/D pairs with several ranks: the rank of a leg, and the rank at which the other leg looks."""
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,7 +21,7 @@ SOON = {"waiting_timeout": 0.1, "bootstrap_timeout": 0.1}
 
 @contextmanager
 def ranks_of(dialect, **role):
-    """A prefill and a decode engine of two ranks each."""
+    """Return a server of a prefill and a decode engine with two ranks each."""
     found = find_dialect(dialect)
     roles = roles_by_dialect(found, {"prefill": role, "decode": role})
     profile = EngineProfile(dp_size=2, block_size=16, num_blocks=512)
@@ -38,7 +38,7 @@ def at_rank(rank):
 # ------------------------------------------------------------------------------------------------------------- vLLM
 
 
-def test_a_rank_of_vllm_hands_over_by_its_own_name_and_port():
+def test_a_vllm_rank_hands_over_under_its_own_engine_id_and_port():
     with ranks_of("vllm-0.33") as server:
         for rank in (0, 1):
             text = server.text(3)
@@ -46,16 +46,16 @@ def test_a_rank_of_vllm_hands_over_by_its_own_name_and_port():
             given = call(server.url(P), "/v1/completions", body, headers=at_rank(rank))[1]["kv_transfer_params"]
             assert (given["remote_engine_id"], given["remote_port"]) == (f"prefill-0_dp{rank}", 5600 + rank)
             wrong = {"prompt": text, "max_tokens": 2, "kv_transfer_params": {**given, "remote_port": 5601 - rank}}
-            assert call(server.url(D), "/v1/completions", wrong)[0] == 500  # another rank listens there
+            assert call(server.url(D), "/v1/completions", wrong)[0] == 500  # the port of another rank
             right = {**wrong, "kv_transfer_params": given}
-            assert call(server.url(D), "/v1/completions", right, headers=at_rank(1 - rank))[0] == 200  # it is free
+            assert call(server.url(D), "/v1/completions", right, headers=at_rank(1 - rank))[0] == 200  # any decode rank
             assert server.requests[-1].rank == 1 - rank
             assert server.requests[-1].cached_tokens == 48
         assert [to for _, to, _ in server.pairs.notified] == ["prefill-0_dp0", "prefill-0_dp1"]
         assert server.pairs.leased == {}
 
 
-def test_a_rank_that_is_no_integer_is_ignored_by_vllm():
+def test_vllm_ignores_a_rank_that_is_no_integer():
     with ranks_of("vllm-0.33") as server:
         body = {"prompt": server.text(1), "max_tokens": 1}
         assert call(server.url(P), "/v1/completions", body, headers=at_rank("first"))[0] == 200
@@ -64,7 +64,7 @@ def test_a_rank_that_is_no_integer_is_ignored_by_vllm():
 
 @each_parameter
 @pytest.mark.parametrize(("named", "status", "options"), [("1", 200, {}), ("0", 500, {"abort_request_timeout": 0.1})])
-def test_a_bootstrap_server_of_mooncake_names_each_rank(named, status, options):
+def test_mooncakes_bootstrap_server_names_each_rank(named, status, options):
     with ranks_of("vllm-0.33", hand_over="vllm-mooncake", **options) as server:
         place = server.pairs.bootstraps[P].url
         engines = call(place, "/query")[1]
@@ -83,7 +83,7 @@ def test_a_bootstrap_server_of_mooncake_names_each_rank(named, status, options):
             **transfer,
         }
         second = {"prompt": text, "max_tokens": 2, "kv_transfer_params": given}
-        # At another rank it waits for its timeout.
+        # At another rank the leg waits until its timeout.
         assert call(server.url(D), "/v1/completions", second)[0] == status
 
 
@@ -91,7 +91,7 @@ def test_a_bootstrap_server_of_mooncake_names_each_rank(named, status, options):
 
 
 def in_room(server, room, prefill=None, decode=None, prompt=None):
-    """Send both legs of a room at once, each with fields of its own; the statuses of both."""
+    """Send both legs of a room at once, each with its own fields; return both statuses."""
     place = urlsplit(server.pairs.bootstraps[P].url)
     body = {"prompt": prompt or server.text(3), "max_tokens": 3, "bootstrap_room": room}
     body |= {"bootstrap_host": place.hostname, "bootstrap_port": place.port}
@@ -115,9 +115,7 @@ def in_room(server, room, prefill=None, decode=None, prompt=None):
         (6, {}, {"routed_dp_rank": 1}, (0, 0), (200, 200)),
     ],
 )
-def test_a_decode_leg_looks_for_its_room_at_the_rank_of_the_room_or_the_one_it_is_told(
-    room, prefill, decode, ranks, statuses
-):
+def test_a_decode_leg_looks_at_the_rank_of_its_room_or_at_the_given_rank(room, prefill, decode, ranks, statuses):
     with ranks_of("sglang-0.5.23", **(SOON if 500 in statuses else {})) as server:
         assert in_room(server, room, prefill, decode) == statuses
         seen = {leg: rank for _, rank, _, leg in server.pairs.rooms}
@@ -126,12 +124,12 @@ def test_a_decode_leg_looks_for_its_room_at_the_rank_of_the_room_or_the_one_it_i
         assert server.pairs.leased == {}
 
 
-def test_a_rank_that_is_no_integer_is_refused_by_sglang():
+def test_sglang_refuses_a_rank_that_is_no_integer():
     with ranks_of("sglang-0.5.23", **SOON) as server:
         assert in_room(server, 4, {"routed_dp_rank": 2}, {"disagg_prefill_dp_rank": "x"}) == (400, 400)
 
 
-def test_prompts_of_a_batch_are_at_the_ranks_of_their_rooms():
+def test_each_prompt_of_a_batch_goes_to_the_rank_of_its_room():
     with ranks_of("sglang-0.5.23") as server:
         prompts = [server.text(2) for _ in range(3)]
         assert in_room(server, 20, prompt=prompts) == (200, 200)
@@ -142,7 +140,7 @@ def test_prompts_of_a_batch_are_at_the_ranks_of_their_rooms():
         assert call(url, "/route?prefill_dp_rank=-1")[1]["dp_size"] == 2
 
 
-def test_ranks_of_an_engine_that_restarted_are_found():
+def test_ranks_of_a_restarted_engine_are_found():
     with ranks_of("sglang-0.5.23") as server:
         assert in_room(server, 5) == (200, 200)
         server.restart(P)

@@ -1,4 +1,4 @@
-"""Served engines of P/D pairs: vLLM's HTTP contract with both connectors, SGLang's rooms, and what a test asks."""
+"""Served engines of P/D pairs: vLLM's HTTP contract with both connectors, SGLang's rooms, and the control methods."""
 
 import http.client
 import json
@@ -15,7 +15,7 @@ from pytest_kvmock.__main__ import main as kvmock
 from pytest_kvmock.servers import KvServer
 
 P, D = 0, 2
-"""The first prefill and the first decode worker of two and two."""
+"""The first prefill worker and the first decode worker of two each."""
 
 PREFILL = {"do_remote_decode": True, "do_remote_prefill": False}
 TWO = {"prefill": 2, "decode": 2}
@@ -40,12 +40,12 @@ def in_rooms():
 
 
 def prefilled(server, prompt, worker=P, **more):
-    """The parameters with which a prefill engine answers its leg."""
+    """Return the parameters with which a prefill engine answers its leg."""
     return complete(server.url(worker), prompt, kv_transfer_params=PREFILL, **more)["kv_transfer_params"]
 
 
 def until(condition):
-    """Wait until something holds, which engines bring about by themselves."""
+    """Wait until a condition holds."""
     for _ in range(500):
         if condition():
             return
@@ -54,7 +54,7 @@ def until(condition):
 
 
 def call_later():
-    """Let the server's thread run."""
+    """Let the thread of the server run."""
     with ThreadPoolExecutor(1) as pool:
         pool.submit(lambda: None).result()
 
@@ -62,7 +62,7 @@ def call_later():
 # ------------------------------------------------------------------------------------------------------------- vLLM
 
 
-def test_a_prompt_goes_from_the_prefill_to_the_decode_engine(server):
+def test_a_prompt_is_handed_over_from_the_prefill_to_the_decode_engine(server):
     text = server.text(3) + "abc"
     answer = complete(server.url(P), text, kv_transfer_params=PREFILL)
     given = answer["kv_transfer_params"]
@@ -94,7 +94,7 @@ def test_a_prompt_goes_from_the_prefill_to_the_decode_engine(server):
     assert {row["worker"]: row["blocks"] for row in server.expect(text)["blocks"]} == {P: 3, D: 3}
 
 
-def test_the_decode_leg_says_what_the_prefill_engine_had_cached(server):
+def test_the_decode_leg_reports_what_the_prefill_engine_had_cached(server):
     text = server.text(3)
     for hits in (0, 32):
         given = prefilled(server, text)
@@ -102,10 +102,10 @@ def test_the_decode_leg_says_what_the_prefill_engine_had_cached(server):
         assert cached(complete(server.url(D), text, 2, kv_transfer_params=given)) == hits
     given = prefilled(server, text)
     del given["remote_prefill_cached_tokens"]
-    assert cached(complete(server.url(D), text, 2, kv_transfer_params=given)) == 48  # nearly the whole prompt
+    assert cached(complete(server.url(D), text, 2, kv_transfer_params=given)) == 48  # almost the whole prompt
 
 
-def test_an_answer_in_parts_has_the_parameters_in_its_last_part_alone(server):
+def test_a_streamed_answer_has_the_parameters_only_in_its_last_part(server):
     body = {"prompt": server.text(2), "max_tokens": 2, "stream": True, "kv_transfer_params": PREFILL}
     _, text = call(server.url(P), "/v1/completions", body)
     parts, ended = chunks(text)
@@ -114,7 +114,7 @@ def test_an_answer_in_parts_has_the_parameters_in_its_last_part_alone(server):
     assert parts[1]["kv_transfer_params"]["remote_block_ids"] == [[1, 2, 3]]
 
 
-def test_without_parameters_the_decode_engine_computes_everything(server):
+def test_without_parameters_the_decode_engine_computes_the_whole_prompt(server):
     text = server.text(2)
     prefilled(server, text)
     assert cached(complete(server.url(D), text, 2)) == 0
@@ -122,7 +122,7 @@ def test_without_parameters_the_decode_engine_computes_everything(server):
     assert list(server.pairs.leased) == [P]
 
 
-def test_a_lease_ends_by_the_wall_clock():
+def test_a_lease_ends_by_wall_clock_time():
     roles = {"prefill": {"kv_lease_duration": 0.05}, "decode": 1}
     with KvServer(roles=roles) as server:
         prefilled(server, server.text(2))
@@ -131,7 +131,7 @@ def test_a_lease_ends_by_the_wall_clock():
 
 
 @pytest.mark.parametrize("streams", [False, True])
-def test_a_transfer_that_fails_ends_its_request_with_an_error(server, streams):
+def test_a_failed_transfer_ends_its_request_with_an_error(server, streams):
     text = server.text(2)
     given = prefilled(server, text)
     server.pairs.fail_transfers()
@@ -143,10 +143,10 @@ def test_a_transfer_that_fails_ends_its_request_with_an_error(server, streams):
     else:
         assert (status, answer) == (500, {"error": error})
     assert server.requests[-1].status == 500
-    assert list(server.pairs.leased) == [P]  # it is not told
+    assert list(server.pairs.leased) == [P]  # P is not notified
 
 
-def test_a_transfer_that_is_held_ends_when_it_is_let_go(server):
+def test_a_held_transfer_ends_after_its_release(server):
     text = server.text(2)
     given = prefilled(server, text)
     server.pairs.hold_transfers()
@@ -158,7 +158,7 @@ def test_a_transfer_that_is_held_ends_when_it_is_let_go(server):
         assert open_leg.result()["usage"]["completion_tokens"] == 2
 
 
-def test_a_leg_goes_on_when_its_transfer_ends_though_the_prefill_engine_does_nothing(server):
+def test_a_decode_leg_continues_after_its_transfer_while_the_prefill_engine_is_held(server):
     text = server.text(2)
     given = prefilled(server, text)
     server.pairs.delay_transfers(0.05)
@@ -166,7 +166,7 @@ def test_a_leg_goes_on_when_its_transfer_ends_though_the_prefill_engine_does_not
     assert complete(server.url(D), text, 2, kv_transfer_params=given)["usage"]["completion_tokens"] == 2
 
 
-def test_a_client_that_leaves_while_its_prompt_loads_leaves_nothing(server):
+def test_a_client_that_disconnects_during_a_transfer_leaves_nothing_open(server):
     text = server.text(2)
     given = prefilled(server, text)
     server.pairs.hold_transfers()
@@ -174,19 +174,19 @@ def test_a_client_that_leaves_while_its_prompt_loads_leaves_nothing(server):
     body = {"prompt": text, "max_tokens": 2, "kv_transfer_params": given}
     with pytest.raises(http.client.RemoteDisconnected):
         call(server.url(D), "/v1/completions", body)
-    assert list(server.pairs.leased) == [P]  # it was cut before its engine had it
+    assert list(server.pairs.leased) == [P]  # the request was cut before it reached its engine
     with ThreadPoolExecutor(1) as pool:
         open_leg = pool.submit(call, server.url(D), "/v1/completions", body)
         until(lambda: [lease.phase for lease in server.pairs.leased.get(D, ())] == ["loading"])
         server.stop(D)
         assert open_leg.exception() is not None
-    assert [lease.phase for lease in server.pairs.leased[D]] == ["kept"]  # what is read into is not free
+    assert [lease.phase for lease in server.pairs.leased[D]] == ["kept"]  # blocks being read into are not free
     server.pairs.release_transfers()
     until(lambda: server.pairs.leased == {})
     server.start(D)
 
 
-def test_parameters_that_name_another_host_make_no_connection(server):
+def test_parameters_with_another_host_fail_without_a_connection(server):
     text = server.text(2)
     given = prefilled(server, text)
     wrong = {**given, "remote_host": urlsplit(server.url(P)).hostname}
@@ -195,20 +195,20 @@ def test_parameters_that_name_another_host_make_no_connection(server):
     complete(server.url(D), text, 2, kv_transfer_params=given)
 
 
-def test_of_several_children_the_answer_has_the_parameters_of_the_last(server):
+def test_with_several_children_the_answer_has_the_parameters_of_the_last_one(server):
     given = prefilled(server, server.text(2), n=2)
     assert len(server.pairs.leased[P]) == 2
     assert given["remote_request_id"] == server.pairs.leased[P][1].request
 
 
-def test_parameters_that_are_no_object_are_refused(server):
+def test_parameters_that_are_not_an_object_are_refused(server):
     body = {"prompt": "abc", "max_tokens": 1, "kv_transfer_params": [1]}
     status, answer = call(server.url(P), "/v1/completions", body)
     assert status == 400
     assert "Input should be a valid dictionary" in answer["error"]["message"]
 
 
-def test_an_engine_dies_of_what_ends_the_original():
+def test_parameters_that_kill_the_original_engine_kill_the_mock():
     with KvServer(roles=TWO) as server:
         text = server.text(2)
         given = {**prefilled(server, text), "remote_block_ids": None}
@@ -221,7 +221,7 @@ def test_an_engine_dies_of_what_ends_the_original():
         complete(server.url(P), text)
 
 
-def test_what_a_restarted_engine_handed_over_cannot_be_read(server):
+def test_blocks_that_a_restarted_engine_handed_over_cannot_be_read(server):
     text = server.text(2)
     given = prefilled(server, text)
     server.restart(P)
@@ -232,7 +232,7 @@ def test_what_a_restarted_engine_handed_over_cannot_be_read(server):
     complete(server.url(D), text, 2, kv_transfer_params=given)
 
 
-def test_the_control_api_shows_the_legs_of_a_client_request_together(server):
+def test_the_control_api_lists_both_legs_of_a_request(server):
     text = server.text(2)
     for _ in range(2):
         complete(server.url(D), text, 2, kv_transfer_params=prefilled(server, text))
@@ -254,7 +254,7 @@ def test_the_control_api_shows_the_legs_of_a_client_request_together(server):
     assert call(server.control_url, "/transfers", {"lose": 1})[0] == 400
 
 
-def test_mooncake_legs_meet_by_an_id_of_the_router_in_either_order():
+def test_mooncake_legs_meet_by_the_routers_transfer_id_in_either_order():
     with KvServer(roles=MOONCAKE) as server:
         bootstrap = server.pairs.bootstraps[P].url
         status, engines = call(bootstrap, "/query")
@@ -284,7 +284,7 @@ def test_mooncake_legs_meet_by_an_id_of_the_router_in_either_order():
         assert server.inside.broken == []
 
 
-def test_a_mooncake_leg_whose_other_one_never_comes_ends_with_its_timeout():
+def test_a_mooncake_leg_without_a_partner_ends_at_its_timeout():
     role = {"hand_over": "vllm-mooncake", "abort_request_timeout": 0.05}
     with KvServer(roles={"prefill": role, "decode": role}) as server:
         bootstrap, text = server.pairs.bootstraps[0].url, server.text(2)
@@ -301,11 +301,11 @@ def test_a_mooncake_leg_whose_other_one_never_comes_ends_with_its_timeout():
         until(lambda: server.pairs.leased == {})
         elsewhere = {**given, "remote_engine_id": "engine-7"}
         body = {"prompt": text, "max_tokens": 2, "kv_transfer_params": elsewhere}
-        assert call(server.url(1), "/v1/completions", body)[0] == 500  # its bootstrap server does not know it
+        assert call(server.url(1), "/v1/completions", body)[0] == 500  # the bootstrap server does not know its id
         assert server.inside.broken == []
 
 
-def test_a_leg_without_a_field_waits_for_ever_and_its_blocks_are_never_free(server):
+def test_a_leg_with_a_missing_field_waits_for_ever_and_keeps_its_blocks(server):
     text = server.text(2)
     given = prefilled(server, text)
     del given["remote_port"]
@@ -329,13 +329,13 @@ def room_of(server, room, worker=P):
 
 
 def both(server, body, path="/v1/completions"):
-    """Send both legs at once; status and answer of each."""
+    """Send both legs at once; return status and answer of each."""
     with ThreadPoolExecutor(2) as pool:
         return list(pool.map(lambda worker: call(server.url(worker), path, body), (P, D)))
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/generate"])
-def test_legs_of_sglang_meet_in_a_room(in_rooms, path):
+def test_sglangs_legs_meet_in_a_room(in_rooms, path):
     text = in_rooms.text(3)
     body = {"text": text, "sampling_params": {"max_new_tokens": 4}} if path == "/generate" else {"prompt": text}
     for room, hits in ((2**62, 0), (7, 32)):
@@ -357,12 +357,12 @@ def test_legs_of_sglang_meet_in_a_room(in_rooms, path):
 
 
 @pytest.mark.parametrize("tokens", [1, 3])
-def test_an_answer_of_a_pair_of_sglang_comes_in_parts(in_rooms, tokens):
+def test_an_answer_of_an_sglang_pair_can_be_streamed(in_rooms, tokens):
     body = {"prompt": in_rooms.text(2), "max_tokens": tokens, "stream": True, **room_of(in_rooms, 5)}
     for (_, text), count in zip(both(in_rooms, body), (1, tokens), strict=True):
         parts, ended = chunks(text)
         assert ended
-        # A decode engine has its first token, which came with the KV, and the next one in one pass.
+        # A decode engine gets its first token with the KV, and emits it with the next token in one pass.
         assert len("".join(part["choices"][0]["text"] for part in parts)) == count
         assert parts[-1]["choices"][0]["finish_reason"] == "length"
 
@@ -377,7 +377,7 @@ def test_a_request_without_a_room_is_refused(in_rooms):
     assert call(in_rooms.url(D), "/v1/completions", {"prompt": "ab", "bootstrap_room": "x"})[0] == 400
 
 
-def test_prompts_of_a_batch_have_rooms_that_count(in_rooms):
+def test_prompts_of_a_batch_have_consecutive_rooms(in_rooms):
     body = {"prompt": [in_rooms.text(1), in_rooms.text(2)], "max_tokens": 2, **room_of(in_rooms, 40)}
     assert [status for status, _ in both(in_rooms, body)] == [200, 200]
     assert {room for _, _, room, _ in in_rooms.pairs.rooms} == {40, 41}
@@ -397,7 +397,7 @@ def test_a_failed_transfer_fails_both_legs(in_rooms):
     assert parts[-1]["error"]["code"] == 500
 
 
-def test_a_leg_whose_other_one_never_comes_ends_with_its_timeout():
+def test_an_sglang_leg_without_a_partner_ends_at_its_timeout():
     roles = {"prefill": {"bootstrap_timeout": 0.05}, "decode": {"waiting_timeout": 0.05}}
     with KvServer(None, "sglang-0.5.23", roles=roles) as server:
         place = urlsplit(server.pairs.bootstraps[0].url)
@@ -408,20 +408,20 @@ def test_a_leg_whose_other_one_never_comes_ends_with_its_timeout():
         assert server.pairs.leased == {}
 
 
-def test_what_a_restarted_engine_should_notice_is_dropped(in_rooms):
+def test_pending_news_for_a_restarted_engine_is_dropped(in_rooms):
     port, gone = (in_rooms.harness.worker(each).pair for each in (P, D))
-    port._news[gone] = None  # of a pass that is under way
+    port._news[gone] = None  # from a pass under way
     in_rooms.restart(D)
     body = {"prompt": in_rooms.text(2), "max_tokens": 3, **room_of(in_rooms, 5)}
     assert [status for status, _ in both(in_rooms, body)] == [200, 200]
 
 
-def test_a_decode_leg_with_another_bootstrap_server_fails_at_once(in_rooms):
+def test_a_decode_leg_with_a_wrong_bootstrap_port_fails_at_once(in_rooms):
     body = {"prompt": in_rooms.text(2), "max_tokens": 3, **room_of(in_rooms, 5), "bootstrap_port": 1}
     assert call(in_rooms.url(D), "/v1/completions", body)[0] == 500
 
 
-def test_the_bootstrap_server_of_sglang_answers_its_routes(in_rooms):
+def test_sglangs_bootstrap_server_answers_its_routes(in_rooms):
     url = in_rooms.pairs.bootstraps[P].url
     assert call(url, "/health") == (200, "OK")
     status, sizes = call(url, "/route?prefill_dp_rank=-1")
@@ -435,13 +435,13 @@ def test_the_bootstrap_server_of_sglang_answers_its_routes(in_rooms):
 # ------------------------------------------------------------------------------------------------------- what is given
 
 
-def test_a_server_says_which_worker_has_which_role(server):
+def test_the_ready_line_names_the_role_of_each_worker(server):
     rows = server.inside.ready_line()["workers"]
     assert [(row["id"], row["role"]) for row in rows] == [(0, "prefill"), (1, "prefill"), (2, "decode"), (3, "decode")]
     json.dumps(rows)
 
 
-def test_a_server_takes_a_harness_or_roles():
+def test_a_server_takes_either_a_harness_or_roles():
     with pytest.raises(ValueError, match="give a harness, or roles="):
         KvServer()
     with pytest.raises(ValueError, match="all roles must hand over alike"):
@@ -464,14 +464,14 @@ def test_a_server_takes_a_harness_or_roles():
         (["--pair", "kv_lease_duration=2"], "--pair is about P/D pairs"),
     ],
 )
-def test_the_command_says_what_is_wrong_with_roles(arguments, why, capsys):
+def test_the_serve_command_reports_wrong_roles(arguments, why, capsys):
     with pytest.raises(SystemExit) as ended:
         raise SystemExit(kvmock(["serve", *arguments]))
     assert ended.value.code == 2
     assert why in capsys.readouterr().err
 
 
-def test_the_command_serves_roles():
+def test_the_serve_command_can_serve_roles():
     command = [sys.executable, "-m", "pytest_kvmock", "serve", "--role", "prefill=1,decode=2"]
     command += ["--pair", "hand_over=vllm-mooncake", "--pair", "abort_request_timeout=2"]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
@@ -483,7 +483,7 @@ def test_the_command_serves_roles():
         assert process.wait(20) == 0
 
 
-def test_engines_of_another_harness_take_the_place_of_pairs():
+def test_pairs_of_the_next_harness_replace_those_of_the_first():
     roles = {"prefill": 1, "decode": 1}
     with RouterHarness(EngineProfile(), "vllm", roles=roles) as first, KvServer(first) as server:
         text = server.text(3)
@@ -491,7 +491,7 @@ def test_engines_of_another_harness_take_the_place_of_pairs():
         with RouterHarness(EngineProfile(), "vllm", roles=roles) as second:
             server.use(second)
             body = {"prompt": text, "max_tokens": 2, "kv_transfer_params": given}
-            assert call(server.url(1), "/v1/completions", body)[0] == 500  # that engine is gone
+            assert call(server.url(1), "/v1/completions", body)[0] == 500  # that prefill engine is gone
             given = prefilled(server, text, 0)
             complete(server.url(1), text, 2, kv_transfer_params=given)
             until(lambda: server.pairs.leased == {})

@@ -1,4 +1,4 @@
-"""Pauses, sleeps, resets and aborts of served engines, by their routes, and what their events say then."""
+"""Pauses, sleeps, resets and aborts of served engines by their routes, and the resulting events."""
 
 import threading
 
@@ -31,7 +31,7 @@ def kinds(harness, start):
 
 
 class Open:
-    """A request that is open, in a thread of its own."""
+    """An open request in its own thread."""
 
     def __init__(self, server, prompt, **body):
         self.found = None
@@ -49,14 +49,14 @@ class Open:
 
 
 def held_after(server, steps=2):
-    """An open request of which an engine that is held has run so many passes."""
+    """Return an open request of which a held engine has run `steps` passes."""
     server.hold()
     request = Open(server, server.text(3))
     server.step(steps)
     return request
 
 
-def test_between_sleep_and_the_first_step_nothing_is_said(serving):
+def test_no_event_is_published_between_sleep_and_the_next_step(serving):
     harness, server = serving
     complete(server.url(0), server.text(3))
     start = len(harness.events)
@@ -77,7 +77,7 @@ def test_between_sleep_and_the_first_step_nothing_is_said(serving):
     assert list(harness.events.errors) == []
 
 
-def test_a_pause_that_aborts_ends_all_requests(serving):
+def test_a_pause_in_abort_mode_ends_all_requests(serving):
     harness, server = serving
     request = held_after(server)
     assert post(server, "/pause") == (200, {"status": "paused"})
@@ -90,7 +90,7 @@ def test_a_pause_that_aborts_ends_all_requests(serving):
     harness.assert_in_sync()
 
 
-def test_a_pause_that_waits_clears_once_the_last_request_has_ended(serving):
+def test_a_pause_in_wait_mode_clears_after_the_last_request(serving):
     harness, server = serving
     request = held_after(server)
     start = len(harness.events)
@@ -105,7 +105,7 @@ def test_a_pause_that_waits_clears_once_the_last_request_has_ended(serving):
 
 @pytest.mark.parametrize(("clears", "expected"), [("true", ["cleared", "stored"]), ("false", [])])
 @each_parameter
-def test_a_pause_that_keeps_freezes_and_requests_are_computed_again(serving, clears, expected):
+def test_a_pause_in_keep_mode_freezes_requests_and_computes_them_again_after_a_clear(serving, clears, expected):
     harness, server = serving
     request = held_after(server)
     start = len(harness.events)
@@ -120,7 +120,7 @@ def test_a_pause_that_keeps_freezes_and_requests_are_computed_again(serving, cle
     assert list(harness.events.errors) == []
 
 
-def test_a_reset_with_running_requests_has_them_computed_again(serving):
+def test_a_reset_with_running_requests_computes_them_again(serving):
     harness, server = serving
     request = held_after(server)
     start = len(harness.events)
@@ -132,7 +132,7 @@ def test_a_reset_with_running_requests_has_them_computed_again(serving):
 
 
 @pytest.mark.parametrize("serving", [SGLANG], indirect=True)
-def test_sglang_aborts_by_the_beginning_of_an_id(serving):
+def test_sglang_aborts_by_the_prefix_of_a_request_id(serving):
     _, server = serving
     server.hold()
     found = {}
@@ -156,7 +156,7 @@ def test_sglang_aborts_by_the_beginning_of_an_id(serving):
 @pytest.mark.parametrize("serving", [SGLANG], indirect=True)
 @pytest.mark.parametrize(("mode", "flushed"), [("retract", 200), ("in_place", 400)])
 @each_parameter
-def test_sglang_flushes_after_a_pause_that_retracts(serving, mode, flushed):
+def test_sglang_can_be_flushed_in_a_pause_that_retracts(serving, mode, flushed):
     harness, server = serving
     request = held_after(server)
     start = len(harness.events)
@@ -170,7 +170,7 @@ def test_sglang_flushes_after_a_pause_that_retracts(serving, mode, flushed):
 
 
 @pytest.mark.parametrize("serving", [SGLANG], indirect=True)
-def test_sglang_flushes_once_it_is_idle_within_the_time_and_one_at_a_time(serving):
+def test_sglang_flushes_when_it_becomes_idle_in_time_and_refuses_a_second_flush(serving):
     harness, server = serving
     url, request = server.url(0), held_after(server)
     start, found = len(harness.events), []
@@ -198,7 +198,7 @@ def test_sglang_flushes_once_it_is_idle_within_the_time_and_one_at_a_time(servin
     ],
 )
 @each_parameter
-def test_a_flush_that_cannot_be_says_why(serving, query, text):
+def test_a_flush_that_is_impossible_names_the_reason(serving, query, text):
     _, server = serving
     request = held_after(server)
     status, answer = call(server.url(0), f"/flush_cache{query}")
@@ -208,7 +208,7 @@ def test_a_flush_that_cannot_be_says_why(serving, query, text):
 
 
 @pytest.mark.parametrize("serving", [SGLANG], indirect=True)
-def test_sglang_gives_back_memory_where_it_is_idle(serving):
+def test_an_idle_sglang_clears_when_it_releases_memory(serving):
     harness, server = serving
     complete(server.url(0), server.text(3))
     start = len(harness.events)
@@ -218,6 +218,6 @@ def test_sglang_gives_back_memory_where_it_is_idle(serving):
     complete(server.url(0), server.text(3))
 
 
-def test_an_unknown_mode_is_refused(serving):
+def test_an_unknown_pause_mode_is_refused(serving):
     status, answer = post(serving[1], "/pause?mode=stop")
     assert (status, answer["error"]["message"]) == (400, "mode must be one of 'abort', 'wait', 'keep', got 'stop'")

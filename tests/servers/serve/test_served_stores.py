@@ -16,7 +16,7 @@ def harness_of(stores=STORES, **tiers):
     return RouterHarness(EngineProfile(16, 64, 3, tiers=below), "vllm", stores=stores, name="stores")
 
 
-def test_served_workers_load_what_another_one_of_their_store_has_written():
+def test_served_workers_load_blocks_that_another_worker_of_their_store_has_written():
     with harness_of() as kv, KvServer(kv) as server:
         assert server.inside.ready_line()["stores"] == STORES
         prompts = [server.text(8) for _ in range(3)]
@@ -29,12 +29,12 @@ def test_served_workers_load_what_another_one_of_their_store_has_written():
         assert cached(complete(server.url(1), prompts[2])) == 0
 
 
-def test_a_server_of_workers_without_stores_says_nothing_of_them():
+def test_the_ready_line_without_stores_has_no_stores_key():
     with harness_of(stores=None) as kv, KvServer(kv) as server:
         assert "stores" not in server.inside.ready_line()
 
 
-def test_stores_are_said_once():
+def test_stores_cannot_be_given_with_a_harness_or_with_roles():
     with harness_of() as kv, pytest.raises(ValueError, match=r"the one that is given has its own$"):
         KvServer(kv, stores=STORES)
     with pytest.raises(ValueError, match=r"a store below engines of P/D pairs was not recorded; give roles or stores$"):
@@ -44,13 +44,13 @@ def test_stores_are_said_once():
 @pytest.mark.parametrize(
     ("kind", "dialect"), [("files", "vllm-0.33"), ("mooncake", "vllm-0.33"), ("hicache", "sglang-0.5.23")]
 )
-def test_a_server_makes_workers_over_its_stores(kind, dialect):
+def test_a_server_makes_the_workers_of_its_stores(kind, dialect):
     with KvServer(dialect=dialect, stores={"s": {"kind": kind, "workers": [0, 1]}}) as server:
         assert server.workers == [0, 1]
         assert complete(server.url(1), server.text(4))["usage"]["prompt_tokens"] == 64
 
 
-def test_roles_with_different_ranks_are_refused():
+def test_roles_with_different_numbers_of_ranks_are_refused():
     roles = {"prefill": {"dp_size": 2}, "decode": 1}
     with pytest.raises(ValueError, match="workers of all roles must have the same dp_size, got 1 for worker 1 and 2"):
         KvServer(roles=roles)

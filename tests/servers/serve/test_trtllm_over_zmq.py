@@ -1,4 +1,4 @@
-"""TensorRT-LLM's V2 over ZMQ: full blocks of the longest window, by their sha256, and nothing of levels."""
+"""TensorRT-LLM's V2 over ZMQ: only full blocks of the longest window, by their sha256, without levels."""
 
 import json
 from urllib.request import Request, urlopen
@@ -18,7 +18,7 @@ FIRST = -2003500929019345749  # of [1, 2, 3, 4]
 
 
 def worker_over(backend, wire, **sizes):
-    """A worker whose events are written."""
+    """Return a worker whose events go to the wire."""
     kv = RouterHarness(EngineProfile(**{"block_size": 4, "num_blocks": 8, "workers": 1, **sizes}), backend=backend)
     kv.add_sink(wire, worker_id=0)
     return kv.worker(0)
@@ -28,7 +28,7 @@ def written(wire):
     return [event for payload in wire.take() for event in wire.decode(payload).events]
 
 
-def test_a_partial_block_and_created_are_not_written():
+def test_partial_blocks_and_created_are_not_written_to_the_wire():
     wire = KvWire(DIALECT)
     worker_over(speaker_of(DIALECT), wire).serve(PROMPT)
     (stored,) = written(wire)
@@ -39,17 +39,17 @@ def test_a_partial_block_and_created_are_not_written():
     ) == (None, FIRST, [(1, 2, 3, 4), (5, 6, 7, 8)])
 
 
-def test_a_partial_block_that_is_alone_is_no_batch_and_nor_is_its_removal():
+def test_a_single_partial_block_and_its_removal_make_no_batch():
     wire = KvWire(DIALECT)
     worker = worker_over(speaker_of(DIALECT), wire)
     worker.serve(PROMPT[:2])
     assert wire.batches == []
-    worker.serve(PROMPT[:4])  # the longer one takes its place
+    worker.serve(PROMPT[:4])  # the full block replaces it
     assert [Stored] == [type(event.data) for event in written(wire)]
 
 
-def test_what_falls_stays_on_the_device_until_it_is_lost():
-    """Two prompts of four full blocks and one token, on six pages and four of the host."""
+def test_offloaded_blocks_stay_on_the_device_on_the_wire_until_they_are_lost():
+    """Two prompts of four full blocks and one token, with six pages on the device and four on the host."""
     wire = KvWire(DIALECT)
     backend = speaker_of(DIALECT).variant("with_host", levels=(4,))
     worker = worker_over(backend, wire, num_blocks=6)
@@ -63,14 +63,14 @@ def test_what_falls_stays_on_the_device_until_it_is_lost():
     assert set(removed) < set(stored)
 
 
-def test_of_layer_groups_the_longest_window_is_written():
+def test_only_the_layer_group_with_the_longest_window_is_written():
     wire = KvWire(DIALECT)
     backend = speaker_of(DIALECT).variant("two_groups", groups=((None, 0), (8, 0)))
     worker_over(backend, wire, num_blocks=32).serve(range(1, 18))
     assert [len(event.data.block_hashes) for event in written(wire)] == [4]
 
 
-def test_fields_are_as_read():
+def test_fields_on_the_wire_are_those_that_readers_expect():
     msgspec = pytest.importorskip("msgspec")
     wire = KvWire(DIALECT)
     worker_over(speaker_of(DIALECT), wire).serve(PROMPT[:4])
@@ -89,7 +89,7 @@ def test_fields_are_as_read():
     assert rank == 0
 
 
-def test_names_by_v1_block_key_are_refused_in_one_line():
+def test_v1_block_keys_are_refused_in_one_line():
     wire = KvWire(DIALECT)
     manager = create_manager("trtllm_v2", num_blocks=8, block_size=4, sink=wire)
     request = manager.new_request(PROMPT)
@@ -100,7 +100,7 @@ def test_names_by_v1_block_key_are_refused_in_one_line():
         manager.flush()
 
 
-def test_an_engine_sends_and_its_poll_is_empty():
+def test_events_are_sent_and_the_poll_route_is_empty():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=1), backend=speaker_of(DIALECT))
     index = RadixIndex()
     with KvServer(kv, DIALECT) as server:
@@ -116,8 +116,8 @@ def test_an_engine_sends_and_its_poll_is_empty():
 
 
 @pytest.mark.parametrize("levels", [(), (4,)])
-def test_a_stream_with_evictions_and_offloads_is_recorded_and_clean(tmp_path, levels):
-    """A Removed of a block whose children are there, too, would be no clean stream."""
+def test_a_stream_with_evictions_and_offloads_is_clean_in_a_check(tmp_path, levels):
+    """A Removed of a block that still has children would break a rule."""
     wire = KvWire(DIALECT)
     backend = speaker_of(DIALECT).variant("mine", levels=levels)
     worker = worker_over(backend, wire, num_blocks=12)
@@ -132,6 +132,6 @@ def test_a_stream_with_evictions_and_offloads_is_recorded_and_clean(tmp_path, le
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33", "trtllm-1.2"])
-def test_events_are_asked_of_one_dialect_alone(dialect, capsys):
+def test_events_zmq_is_accepted_only_for_trtllm_1_3(dialect, capsys):
     assert main(["serve", "--dialect", dialect, "--events", "zmq"]) == 2
     assert f"--events is for --dialect trtllm-1.3, got {dialect!r}" in capsys.readouterr().err

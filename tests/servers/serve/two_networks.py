@@ -1,7 +1,7 @@
-"""A served engine in one network namespace, and a router with its clients in another, as two containers are.
+"""A served engine in one network namespace, and a router with its clients in another, like two containers.
 
-Run as `unshare --user --map-root-user --net python two_networks.py`: that namespace is the engine's. Prints as JSON
-what was seen in the other.
+Run as `unshare --user --map-root-user --net python two_networks.py`: that namespace is the engine's. It prints as JSON
+what the other namespace observed.
 """
 
 import json
@@ -34,14 +34,14 @@ def configure(device, address):
 
 
 def engines():
-    """Serve in this namespace; have the client run in one of its own."""
+    """Serve in this namespace; run the client in its own."""
     client = subprocess.Popen(
         ["unshare", "--net", sys.executable, __file__, "client"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
     )
-    client.stdout.readline()  # it is in its namespace
+    client.stdout.readline()  # the client has started in its namespace
     ip("link", "add", "kvmock0", "type", "veth", "peer", "name", "kvmock1", "netns", str(client.pid))
     configure("kvmock0", ENGINE)
     serve = ["serve", "--host", "0.0.0.0", "--advertise-host", ENGINE, "--workers", "2", "--topic", "kv@{host}:{port}"]
@@ -55,7 +55,7 @@ def engines():
 
 
 def clients():
-    """Run the router and its clients where the engines are another machine."""
+    """Run the router and its clients, for which the engines are on another machine."""
     say("here")
     ready = json.loads(sys.stdin.readline())
     configure("kvmock1", CLIENT)
@@ -66,8 +66,10 @@ def clients():
         url = f"http://127.0.0.1:{int(router.stdout.readline())}"
         subscribed = call(control, "/wait_subscribed", {"timeout": 20}, headers=token)
         for number in range(TRIES):
-            text = f"{number:a<64}"  # no two tries begin alike
-            complete(ready["workers"][1]["http"], text)  # a router that hears nothing sends all to the first
+            text = f"{number:a<64}"  # each attempt has another prefix
+            complete(
+                ready["workers"][1]["http"], text
+            )  # a router without events sends every request to the first worker
             complete(url, text)
             last = call(control, "/requests", headers=token)[1][-1]
             if last["worker"] == 1:
