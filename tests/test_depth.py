@@ -125,14 +125,31 @@ def test_short(): pass
 """
 
 
-@pytest.mark.parametrize(("run", "code"), [("quick --most-cpu", 1), ("quick", 0), ("deep --most-cpu", 0)])
+QUICK, SLOW = 1.5, 2.5  # limits at the speed of a machine, in s
+
+
+@pytest.mark.parametrize(
+    ("run", "code"),
+    [
+        (("quick", QUICK, "--most-cpu"), 1),
+        (("quick", SLOW, "--most-cpu"), 0),
+        (("quick", QUICK), 0),
+        (("deep", QUICK, "--most-cpu"), 0),
+    ],
+)
 def test_a_quick_lane_fails_for_a_slow_test_without_a_mark(conftest, hooks_of, pytester, run, code):
     names = ("configure", "addoption", "runtest_protocol", "runtest_makereport", "terminal_summary")
-    which, *options = run.split()
+    which, limit_s, *options = run
     plugin = hooks_of(*names, deep=which == "deep")
-    conftest.cpu_s, real = iter([0.0, 2.0, 2.0, 4.0, 4.0, 5.0]).__next__, conftest.cpu_s  # around each of three tests
-    try:
+    around_each_test = iter([0.0, 2.0, 2.0, 4.0, 4.0, 5.0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(conftest, "cpu_s", around_each_test.__next__)
+        patch.setattr(conftest, "most_cpu_now", lambda: limit_s)
         result = pytester.inline_run(pytester.makepyfile(LONG), "-p", "no:asyncio", *options, plugins=[plugin])
-    finally:
-        conftest.cpu_s = real
     assert (result.ret, result.countoutcomes()) == (code, [3, 0, 0])
+
+
+@pytest.mark.parametrize(("work_s", "limit_s"), [(0.02, 1.5), (0.04, 1.5), (0.08, 3.0)])
+def test_the_cpu_limit_grows_with_the_slowness_of_the_machine(monkeypatch, work_s, limit_s):
+    monkeypatch.setattr(depth, "_fixed_work", lambda: work_s)
+    assert depth.most_cpu_now() == limit_s
