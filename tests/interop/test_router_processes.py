@@ -88,7 +88,7 @@ class OfSglangRouter(ProcessContract):
 
 
 VLLM_MISSES = {
-    "test_it_hears_every_rank": "rank 1 of worker 0 has served a prompt: a prompt ",  # any worker or rank gets it
+    "test_it_hears_every_rank": "has served a prompt: a prompt of which worker ",  # any worker or rank gets it
     # A prompt that seems to be held by no worker goes to one worker, which differs from process to process.
     "test_a_salt_and_an_adapter_make_other_prompts": "a cache_salt of their own, asked with that: a prompt of which "
     "worker ",
@@ -121,9 +121,10 @@ def test_vllm_router_passes_or_fails_each_contract_test_as_recorded(name):
 
 RANKS = {
     "worker": None,
-    # It confuses the rank in events with the rank in a header, so it never finds prompts behind later ports.
-    "rank": "rank 1 of worker 0 has served a prompt: a prompt ",
-    "node": "rank 3 of worker 0 has served a prompt: a prompt ",
+    # It confuses the rank in events with the rank in a header, so it never finds prompts behind later ports. They go to
+    # one worker, which differs from process to process, so the prompts of the other one fail.
+    "rank": "rank 1 of worker ",
+    "node": "rank 3 of worker ",
 }
 
 
