@@ -155,7 +155,7 @@ def state_of(manager):
 @pytest.mark.parametrize(
     ("name", "options", "program"), [(name, *rest) for name, rest in PROGRAMS.items()], ids=PROGRAMS
 )
-def test_a_call_whose_sink_raises_is_complete_and_then_raises_what_came_first(name, options, program):
+def test_a_call_completes_before_it_raises_the_first_error_of_its_sink(name, options, program):
     def make():
         return create_manager(name.split()[0], num_blocks=4, block_size=SIZE, sink=CapturingSink(), **options)
 
@@ -178,12 +178,12 @@ def test_a_call_whose_sink_raises_is_complete_and_then_raises_what_came_first(na
     assert raised > 3
 
 
-def test_a_sink_that_refuses_the_first_event_of_a_manager_fails_its_making():
+def test_create_manager_raises_the_error_of_a_sink_that_refuses_the_first_event():
     with pytest.raises(OSError, match=r"^event 0$"):
         create_manager("sglang", num_blocks=4, block_size=SIZE, sink=Refusing())
 
 
-def test_a_call_that_is_refused_after_one_whose_sink_raised_raises_its_own_error():
+def test_a_refused_call_raises_its_own_error_after_a_sink_error_of_an_earlier_call():
     manager = create_manager("lru", num_blocks=4, block_size=SIZE, sink=Refusing())
     with pytest.raises(OSError, match=r"^event 0$"):
         manager.use([1])
@@ -215,14 +215,14 @@ def test_a_call_that_raises_leaves_no_sink_error_to_the_next_call():
     assert None is publisher.failure
 
 
-def test_a_part_of_a_call_that_fails_and_is_caught_leaves_what_its_sink_raised_to_the_end():
+def test_a_call_that_catches_the_error_of_a_part_still_raises_the_sink_error_at_its_end():
     publisher = EventPublisher(Refusing(), 0)
     with pytest.raises(OSError, match=r"^event 0$"):
         call_of_parts(publisher)
     assert None is publisher.failure
 
 
-def test_what_a_sink_raises_for_an_event_of_a_host_leaves_the_call_that_publishes_it():
+def test_a_sink_error_for_a_host_event_is_raised_by_the_call_that_publishes_it():
     sink = Refusing()
     manager = create_manager("vllm", num_blocks=4, block_size=SIZE, sink=sink, tiers={"host": 4})
     manager.offload.take_events = lambda: [(Stored(None, (1,), (2,)), StorageTier.HOST_PINNED, None, None)]

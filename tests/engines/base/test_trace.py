@@ -38,7 +38,7 @@ def lines(caplog):
     return [record.getMessage().replace(f"={record.timestamp_ms} ", "=T ") for record in traced(caplog)]
 
 
-def test_nothing_is_logged_unless_somebody_asks(caplog):
+def test_the_trace_is_off_by_default(caplog):
     caplog.set_level(logging.INFO)
     manager_of().use([1, 2, 3])
 
@@ -64,7 +64,7 @@ def test_allocation_and_eviction_are_lines_of_1_2_1_with_backend_tier_and_blocks
     ] == lines(caplog)
 
 
-def test_each_eviction_of_hash_cache_is_a_line_of_1_0_2_with_the_sizes_of_that_moment(caplog):
+def test_hash_cache_logs_each_eviction_as_1_0_2_with_the_sizes_of_that_moment(caplog):
     caplog.set_level(logging.DEBUG, LOGGER)
     manager = manager_of("hash_cache", dp_rank=3)
     manager.use([1, 2, 3, 4])
@@ -93,7 +93,7 @@ def test_a_failed_use_of_hash_cache_shows_its_evictions(caplog):
     assert rows(caplog) == [("eviction", "device", [1], 1, 0)]
 
 
-def test_an_evicted_partial_block_makes_room_without_a_line(caplog):
+def test_an_evicted_partial_block_is_not_logged(caplog):
     manager = manager_of("hash_cache", num_blocks=2)
     partial = UUID(int=1, version=4)
     manager.use([1, partial])
@@ -104,7 +104,7 @@ def test_an_evicted_partial_block_makes_room_without_a_line(caplog):
     assert rows(caplog) == [("eviction", "device", [1], 1, 0), ("allocation", "device", [2, 3], 2, 0)]
 
 
-def test_a_block_that_one_use_evicts_and_stores_again_is_in_both_lines(caplog):
+def test_a_block_that_one_use_evicts_and_stores_again_is_logged_as_both(caplog):
     manager = manager_of("hash_cache", num_blocks=2)
     manager.use([1, 2])
     manager.deref(1, 2)
@@ -118,7 +118,7 @@ def test_a_block_that_one_use_evicts_and_stores_again_is_in_both_lines(caplog):
     ]
 
 
-def test_destroyed_blocks_are_one_eviction(caplog):
+def test_blocks_of_one_destroy_are_logged_as_one_eviction(caplog):
     manager = manager_of("hash_cache")
     manager.use([1, 2, 3])
     caplog.set_level(logging.DEBUG, LOGGER)
@@ -128,7 +128,7 @@ def test_destroyed_blocks_are_one_eviction(caplog):
 
 
 @pytest.mark.parametrize("backend", DYNAMO)
-def test_blocks_of_the_host_are_lines_too_with_the_sizes_of_the_device(caplog, backend):
+def test_host_allocations_and_evictions_are_logged_with_the_sizes_of_the_device(caplog, backend):
     caplog.set_level(logging.DEBUG, LOGGER)
     manager = manager_of(backend, num_blocks=2, tiers={"host": 1})
     manager.use([1])
@@ -153,7 +153,7 @@ def test_blocks_of_the_host_are_lines_too_with_the_sizes_of_the_device(caplog, b
     ]
 
 
-def test_the_fields_are_attributes_of_the_record(caplog):
+def test_the_fields_of_a_trace_line_are_attributes_of_the_log_record(caplog):
     caplog.set_level(logging.DEBUG, LOGGER)
     before = int(time.time() * 1000)
     manager_of().use([1, 2])
@@ -183,7 +183,7 @@ def test_a_partial_block_is_logged_when_it_is_promoted(caplog):
 
 
 @pytest.mark.parametrize("backend", ["hash_cache", "lineage"])
-def test_it_is_logged_without_a_sink_too_as_in_the_original(caplog, backend):
+def test_the_trace_is_logged_without_a_sink_as_in_the_original(caplog, backend):
     with caplog.at_level(logging.DEBUG, LOGGER):
         manager_of(backend, sink=CapturingSink()).use([1])
         manager_of(backend, sink=None).use([1])
@@ -192,7 +192,7 @@ def test_it_is_logged_without_a_sink_too_as_in_the_original(caplog, backend):
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "mocker_sglang_1_6"])
-def test_engines_that_take_requests_have_the_line_as_well(caplog, backend):
+def test_engines_that_take_requests_log_allocations_too(caplog, backend):
     with caplog.at_level(logging.DEBUG, LOGGER), RouterHarness(backend=backend) as kv:
         kv.worker(0).serve([1] * 32)
 
@@ -212,7 +212,7 @@ def test_hits_and_frees_are_not_allocations(caplog):
 
 
 @pytest.mark.parametrize("first", [logging.DEBUG, logging.WARNING])
-def test_it_can_be_switched_amid_a_test(caplog, first):
+def test_the_trace_can_be_switched_on_and_off_during_a_test(caplog, first):
     manager = manager_of()
     caplog.set_level(first, LOGGER)
     manager.use([1])
@@ -227,12 +227,12 @@ def test_it_can_be_switched_amid_a_test(caplog, first):
     [("1", True), ("true", True), ("TRUE", True), ("tRuE", True)]
     + [(value, False) for value in (None, "", "0", "2", "01", "yes", "on", "false", " true", "1 ")],
 )
-def test_the_variable_is_read_as_dynamo_mocker_reads_it(value, expected):
+def test_the_environment_variable_is_parsed_as_by_dynamo_mocker(value, expected):
     assert is_asked_for(value) == expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", ["INFO allocation", "WARNING"]), ("0", ["WARNING"])])
-def test_the_variable_switches_it_on_at_info_and_nothing_below(value, expected):
+def test_the_environment_variable_logs_the_trace_at_info_and_enables_no_debug_lines(value, expected):
     program = """if True:
         import logging
         logging.basicConfig(format="%(levelname)s %(event)s", level=logging.WARNING)

@@ -97,7 +97,7 @@ OWN_FAULTS = {  # of the real manager: what a `Use` that does not fit keeps, and
 
 
 @pytest.mark.parametrize("file", ["scenarios", "moves", "requests"])
-def test_a_users_sink_finds_in_a_recording_what_the_real_manager_does_wrong(recording, file):
+def test_a_custom_engine_sink_reports_the_faults_of_the_recorded_manager(recording, file):
     """Compared after each step with what the manager holds; hashes are found out to be a chain."""
     found = Counter()
     for program in recording(f"hash_cache_{file}.json.gz")["programs"]:

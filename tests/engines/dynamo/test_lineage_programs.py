@@ -8,7 +8,7 @@ from plain_lineage import Program
 from pytest_kvmock import Removed
 
 
-def test_a_block_whose_turn_has_come_is_evictable_once_its_last_child_is_used_again():
+def test_a_block_that_is_due_becomes_evictable_when_its_last_child_is_used_again():
     manager = new_manager("lineage", 4)
     manager.use([1, 2, 3])
     for block in (1, 2, 3):  # root first: 1 and 2 wait for the blocks below them
@@ -27,13 +27,13 @@ def test_a_block_whose_turn_has_come_is_evictable_once_its_last_child_is_used_ag
     ]
 
 
-def test_the_model_answers_as_the_real_manager_did(recording):
+def test_the_plain_model_gives_the_answers_of_the_real_manager(recording):
     for program in recording("logical_lineage_woken.json.gz")["programs"]:
         assert program["steps"] == Program(program["seed"]).steps, program["seed"]
 
 
 @pytest.mark.parametrize("first", few(range(0, 500, 100), 2))
-def test_any_block_of_a_chain_is_used_again_and_the_order_of_eviction_stays_that_of_the_model(first):
+def test_lineage_evicts_in_the_order_of_the_model_when_any_block_of_a_chain_is_reused(first):
     for seed in range(first, first + 100):
         program = Program(seed)
         player = Player(new_manager("lineage", program.capacity))

@@ -140,7 +140,7 @@ STEPS = st.one_of(
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
 @given(st.integers(2, 12), st.integers(1, 16), st.integers(1, 4), st.lists(STEPS, max_size=40))
-def test_random_traffic_loses_no_slot_and_publishes_each_tier(backend, num_blocks, host_blocks, batch_size, steps):
+def test_random_traffic_conserves_slots_and_publishes_the_blocks_of_each_tier(backend, num_blocks, host_blocks, batch_size, steps):
     world = Checked(backend, num_blocks, host_blocks, batch_size)
     for name, argument in steps:
         getattr(world, name)(argument)
@@ -155,7 +155,7 @@ def test_random_traffic_loses_no_slot_and_publishes_each_tier(backend, num_block
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
 @given(st.lists(CHAINS, min_size=1, max_size=20))
-def test_with_a_batch_whose_square_fits_no_block_is_lost(backend, chains):
+def test_no_block_is_lost_if_the_host_holds_the_square_of_the_batch_size(backend, chains):
     """So many blocks are under way at most: it is what the fixture's default batch is chosen by."""
     world = Checked(backend, 6, 9, 3)
     for chain in chains:

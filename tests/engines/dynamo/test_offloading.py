@@ -106,7 +106,7 @@ def test_the_slot_of_an_evicted_block_counts_as_active_until_the_copy_is_done(ma
     assert manager.num_active_blocks == 1
 
 
-def test_a_short_use_evicts_for_all_that_it_still_needs(make):
+def test_a_use_without_enough_slots_evicts_for_all_blocks_that_it_still_needs(make):
     manager = make(6, 10)
     use(manager, 1, 2, 3, 4)
     manager.deref(1, 2, 3, 4)
@@ -122,7 +122,7 @@ def test_a_short_use_evicts_for_all_that_it_still_needs(make):
     assert manager.offload.quarantined == 3
 
 
-def test_a_block_that_the_use_itself_evicts_counts_as_needed(make):
+def test_a_block_evicted_by_the_use_that_needs_it_counts_as_needed(make):
     manager = make(2, 10)
     use(manager, 1, 2)
     manager.deref(1, 2)
@@ -131,7 +131,7 @@ def test_a_block_that_the_use_itself_evicts_counts_as_needed(make):
     assert tier_rows(manager.sink)[1:] == [["R", 1, [1, 2]]]
 
 
-def test_a_parent_on_the_host_is_the_block_before_it_and_not_the_anchor_of_the_stored(make):
+def test_a_host_stored_names_the_preceding_block_as_parent_and_not_the_anchor(make):
     manager = make(4, 10)
     use(manager, 1, 2)
     manager.deref(2, 1)
@@ -144,7 +144,7 @@ def test_a_parent_on_the_host_is_the_block_before_it_and_not_the_anchor_of_the_s
     assert stored == {1: None, 2: 1, 5: 1, 6: 5}
 
 
-def test_a_promoted_block_reaches_the_host_with_all_its_data(make):
+def test_a_promoted_block_is_stored_on_the_host_with_its_hashes_parent_and_tokens(make):
     manager = make(1, 4)
     manager.use([PARTIAL])
     manager.process(Promote(PARTIAL, 7, 3, 77, lineage_hash(7, 3, 1), [1, 2, 3, 4]))
@@ -156,7 +156,7 @@ def test_a_promoted_block_reaches_the_host_with_all_its_data(make):
     assert tier_rows(manager.sink)[-1] == ["S", 2, 3, [[7, 77]], HOST]
 
 
-def test_token_ids_travel_where_they_were_given(make):
+def test_host_events_carry_token_ids_only_for_blocks_that_had_them(make):
     manager = make(2, 4)
     use(manager, 1, tokens=[[1, 1, 1, 1]])
     use(manager, 2)
@@ -187,7 +187,7 @@ def test_blocks_that_the_host_holds_are_not_sent_again_and_their_slots_are_free_
     assert use(manager, 3) == 1
 
 
-def test_a_deref_and_a_promote_need_no_slot_and_so_are_never_blocked(make):
+def test_deref_and_promote_are_never_blocked_by_offloading(make):
     manager = make(2, 4)
     manager.use([1, PARTIAL])
     manager.promote(PARTIAL, 2, parent=1)
@@ -198,7 +198,7 @@ def test_a_deref_and_a_promote_need_no_slot_and_so_are_never_blocked(make):
 # ------------------------------------------------------------------------------------------------ hazards
 
 
-def test_a_batch_that_the_host_cannot_hold_whole_is_lost_with_its_slots(make):
+def test_a_batch_larger_than_the_host_is_lost_with_its_slots(make):
     manager = make(3, 2)
     use(manager, 1, 2, 3)
     manager.deref(1, 2, 3)
@@ -208,7 +208,7 @@ def test_a_batch_that_the_host_cannot_hold_whole_is_lost_with_its_slots(make):
     assert (manager.num_active_blocks, manager.offload.lost_blocks, manager.offload.resident()) == (3, 3, [])
 
 
-def test_one_lost_batch_keeps_the_slots_of_its_whole_call(make):
+def test_one_lost_batch_loses_the_slots_of_all_batches_of_its_call(make):
     manager = make(5, 4, batch_size=2)
     use(manager, 1, 2, 3, 4, 5)
     manager.deref(1, 2, 3, 4, 5)
@@ -296,7 +296,7 @@ def test_a_swap_in_without_free_slots_hits_nothing(make):
     assert manager.num_active_blocks == 2
 
 
-def test_blocks_that_came_back_hang_below_the_prefix_that_was_there(make):
+def test_swapped_in_blocks_are_stored_below_the_given_parent(make):
     manager = make(8)
     swap = manager._below._reserve(2)
     blocks = [BlockDetails(12, root(12), None, 120, [1] * 4), BlockDetails(13, root(13), None, 130, [2] * 4)]
@@ -313,7 +313,7 @@ def test_a_stored_has_token_ids_only_if_every_block_has_them(make):
     assert tokens_beside(manager, StorageTier.DEVICE) == [None]
 
 
-def test_a_block_that_the_device_has_by_now_is_an_anchor(make):
+def test_a_swapped_in_block_that_the_device_already_has_becomes_the_parent_of_the_next(make):
     manager = make(8, 8)
     use(manager, 2)  # active
     use(manager, 4)
@@ -330,14 +330,14 @@ def test_a_block_that_the_device_has_by_now_is_an_anchor(make):
 
 
 @pytest.mark.parametrize(("slots", "taken", "inactive"), [(1, 1, 1), (3, 3, 3), (5, 3, 3)])
-def test_with_fewer_slots_than_blocks_it_stops_and_says_how_many_it_took(make, slots, taken, inactive):
+def test_a_swap_in_with_fewer_slots_than_blocks_returns_the_number_registered(make, slots, taken, inactive):
     manager = make(8)
     blocks = [BlockDetails(block, root(block)) for block in (1, 2, 3)]
     assert taken == manager.register_swapped_in(blocks, None, manager._below._reserve(slots))
     assert (0, inactive) == (manager.num_active_blocks, manager.num_inactive_blocks)
 
 
-def test_a_block_that_came_back_keeps_its_token_ids_for_the_next_time(make):
+def test_a_swapped_in_block_keeps_its_token_ids_for_its_next_offload(make):
     manager = make(1, 1)
     blocks = [BlockDetails(1, root(1), None, 101, [1, 2, 3, 4])]
     assert manager.register_swapped_in(blocks, None, manager._below._reserve(1)) == 1
@@ -347,7 +347,7 @@ def test_a_block_that_came_back_keeps_its_token_ids_for_the_next_time(make):
     assert tokens_beside(manager, StorageTier.HOST_PINNED) == [[[1, 2, 3, 4]]]
 
 
-def test_a_dropped_swap_in_frees_its_slots_and_pins_once(make):
+def test_dropping_a_swap_in_frees_its_slots_and_pins_only_once(make):
     manager = swapped_out(make)
     swap = manager.swap_in(CHAIN, 10.0)
     active = manager.num_active_blocks
@@ -399,7 +399,7 @@ def test_a_pinned_block_is_active_and_has_no_reference(make):
     assert tier_rows(manager.sink)[1:] == []
 
 
-def test_a_prefix_that_is_not_there_whole_is_not_pinned(make):
+def test_an_incompletely_cached_prefix_is_not_pinned(make):
     manager = make(4, 4)
     use_chain(manager, 1, 2)
     manager.deref(2, 1)
@@ -407,7 +407,7 @@ def test_a_prefix_that_is_not_there_whole_is_not_pinned(make):
     assert (manager.num_active_blocks, manager.num_inactive_blocks) == (0, 2)
 
 
-def test_a_pin_is_dropped_once(make):
+def test_a_pin_can_be_dropped_only_once(make):
     manager = make(4, 4)
     use_chain(manager, 1)
     first, second = manager.pin(CHAIN[:1]), manager.pin(CHAIN[:1])
@@ -486,7 +486,7 @@ def test_an_engine_is_attached_once_and_to_an_empty_manager(make):
         ),
     ],
 )
-def test_a_host_of_no_size_is_refused(options, message):
+def test_invalid_host_options_are_refused(options, message):
     with pytest.raises(ValueError) as error:
         HostOffload(**options)
     assert str(error.value) == message

@@ -79,7 +79,7 @@ def move_of(manager, kind, arguments):
 
 @settings(max_examples=examples(300), deadline=None)
 @given(backends, st.integers(1, 12), operations)
-def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, capacity, program):
+def test_any_moves_conserve_slots_and_a_refused_move_changes_nothing(backend, capacity, program):
     manager = new_manager(backend, capacity)
     for operation in program:
         before = state_of(manager)
@@ -107,7 +107,7 @@ def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, cap
     st.integers(1, 12),
     st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=60),
 )
-def test_a_ledger_that_believes_the_events_holds_what_the_manager_holds(backend, capacity, requests):
+def test_a_ledger_of_the_events_equals_the_resident_blocks(backend, capacity, requests):
     # Chains used whole and freed tail first, as schedulers do: neither hazard can be reached.
     manager = new_manager(backend, capacity)
     held, ledger = [], set()
@@ -134,7 +134,7 @@ def test_a_ledger_that_believes_the_events_holds_what_the_manager_holds(backend,
 
 @settings(max_examples=examples(300), deadline=None)
 @given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=60))
-def test_a_ledger_lacks_what_one_use_evicted_and_stored_again_and_nothing_else(backend, capacity, requests):
+def test_a_ledger_lacks_only_blocks_that_one_use_evicted_and_stored_again(backend, capacity, requests):
     # Chains again. Over multi_lru the tail of one can outlive its head, and then go for it: see pending.py.
     manager = new_manager(backend, capacity)
     held, ledger, lost = [], set(), set()
@@ -162,7 +162,7 @@ def test_a_ledger_lacks_what_one_use_evicted_and_stored_again_and_nothing_else(b
 
 @settings(max_examples=examples(200), deadline=None)
 @given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=40))
-def test_short_forms_do_what_the_moves_do_that_they_stand_for(backend, capacity, requests):
+def test_short_forms_have_the_same_effect_as_the_moves_that_they_replace(backend, capacity, requests):
     short, long = new_manager(backend, capacity), new_manager(backend, capacity)
     held = []
     for chain, free_first in requests:
@@ -245,12 +245,12 @@ def entries_in(manager):
 
 @settings(max_examples=examples(400), deadline=None)
 @given(backends, st.integers(1, 12), operations.map(lambda program: [op for op in program if op != ("clear",)]))
-def test_any_moves_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
+def test_any_moves_have_the_same_effect_in_bulk_and_block_by_block(backend, capacity, program):
     play_on_both(backend, capacity, [partial(move_of, kind=kind, arguments=rest) for kind, *rest in program])
 
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
-def test_a_child_stored_before_its_parent_in_bulk_hangs_below_it(backend):
+def test_a_child_stored_before_its_parent_has_the_same_effect_in_bulk_and_block_by_block(backend):
     child, parent, other = (Use([block], [block], [lineage_of(block)]) for block in (3, 1, 14))
     both = Use([3, 1], [3, 1], child.plhs + parent.plhs)
     play_on_both(backend, 3, [lambda _, move=move: move for move in (both, Deref([1, 3]), other, Deref([14]))])
@@ -271,7 +271,7 @@ requests = st.lists(
 
 @settings(max_examples=examples(400), deadline=None)
 @given(backends, st.integers(1, 24), requests)
-def test_requests_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
+def test_requests_have_the_same_effect_in_bulk_and_block_by_block(backend, capacity, program):
     moves, last = [], []
     for number, (chain, start, with_tokens, with_partial, freed) in enumerate(program):
         part = chain[start:]
@@ -364,7 +364,7 @@ class Scheduler:
 
 @settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(["lineage", "lru"]), st.integers(1, 40), steps)
-def test_what_schedulers_do_is_the_same_in_runs_and_block_by_block(backend, capacity, program):
+def test_scheduler_moves_have_the_same_effect_in_runs_and_block_by_block(backend, capacity, program):
     scheduler = Scheduler()
     in_runs = new_manager(backend, capacity)
     careful = CarefulManager(
@@ -395,7 +395,7 @@ def test_what_schedulers_do_is_the_same_in_runs_and_block_by_block(backend, capa
 
 
 @pytest.mark.parametrize("reverse", [True, False])
-def test_policies_differ_when_a_chain_is_freed_root_first(reverse):
+def test_lineage_and_lru_differ_only_when_a_chain_is_freed_root_first(reverse):
     streams = []
     for backend in ("lineage", "lru"):
         manager = new_manager(backend, 4)

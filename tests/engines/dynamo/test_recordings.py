@@ -73,7 +73,7 @@ OWN_FAULTS = {  # of the real manager; what follows from one is listed under it
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_users_sink_finds_in_a_recording_what_the_real_manager_does_wrong(recording, file):
+def test_a_custom_engine_sink_reports_the_faults_of_the_recorded_manager(recording, file):
     """Compared after each step with what the manager holds (docs/how-to/own-engine.md); hashes are found out to be a
     chain.
     """
