@@ -140,7 +140,9 @@ STEPS = st.one_of(
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
 @given(st.integers(2, 12), st.integers(1, 16), st.integers(1, 4), st.lists(STEPS, max_size=40))
-def test_random_traffic_conserves_slots_and_publishes_the_blocks_of_each_tier(backend, num_blocks, host_blocks, batch_size, steps):
+def test_random_traffic_conserves_slots_and_publishes_the_blocks_of_each_tier(
+    backend, num_blocks, host_blocks, batch_size, steps
+):
     world = Checked(backend, num_blocks, host_blocks, batch_size)
     for name, argument in steps:
         getattr(world, name)(argument)

@@ -72,7 +72,7 @@ class Watch:
     seed=1, sizes=(26, 1), ms_per_token=0.1, way="vllm", fails=None
 )
 @settings(max_examples=12, deadline=None)
-def test_rules_of_kept_loaded_and_named_blocks_hold_in_any_traffic(seed, sizes, ms_per_token, way, fails):
+def test_the_rules_of_kept_loaded_and_named_blocks_hold_under_any_traffic(seed, sizes, ms_per_token, way, fails):
     places = dict.fromkeys(range(0, 20, 3), "fails") if fails else {}
     fields = {"way": way, "num_gpu_blocks": sizes[0], "max_num_seqs": sizes[1]}
     prefill, of_p = engines_of("prefill", 1, **fields)
@@ -117,7 +117,7 @@ def test_the_link_delays_the_first_token_of_the_decode_engine(way):
     )
 
 
-def test_the_link_is_by_bytes_and_bandwidth_where_the_engines_have_them():
+def test_the_delay_of_the_link_follows_from_kv_bytes_and_bandwidth_of_the_engines():
     fields = {"kv_bytes_per_token": 1_000_000, "kv_transfer_bandwidth": 0.1}
     quick, _, _, _, _ = run(6)
     slow, _, _, _, _ = run(6, **fields)
@@ -125,7 +125,7 @@ def test_the_link_is_by_bytes_and_bandwidth_where_the_engines_have_them():
 
 
 @pytest.mark.parametrize("fault", ["fails", "handshake"])
-def test_a_transfer_that_fails_ends_its_request_and_leaves_the_lease_to_time(fault):
+def test_a_failed_transfer_fails_its_request_and_the_lease_expires(fault):
     report, prefill, _, _, of_d = run(4, link=PairLink(faults={1: fault}))
     statuses = sorted(request.status for request in report.requests)
     assert statuses == ["failed", "finished", "finished", "finished"]
@@ -134,24 +134,24 @@ def test_a_transfer_that_fails_ends_its_request_and_leaves_the_lease_to_time(fau
     assert any(map(stored, of_d))
 
 
-def test_a_late_transfer_is_kept_alive_by_heartbeats():
+def test_heartbeats_keep_the_lease_of_a_late_transfer_alive():
     report, _, decode, _, _ = run(4, link=PairLink(faults={0: "late"}, late_ms=90_000))
     assert all(request.status == "finished" for request in report.requests)
     assert [engine.worker.pair.stale_reads for engine in decode] == [[], []]
 
 
-def test_a_decode_leg_after_the_lease_reads_blocks_that_are_no_longer_kept():
+def test_a_decode_leg_after_the_end_of_the_lease_is_a_stale_read():
     report, _, decode, _, _ = run(4, link=PairLink(faults={0: "stale"}))
     assert all(request.status == "finished" for request in report.requests)
     assert sum(len(engine.worker.pair.stale_reads) for engine in decode) == 1
 
 
-def test_parameters_that_are_used_again_free_the_blocks_under_the_second_reader():
+def test_parameters_that_are_used_twice_cause_at_most_one_stale_read():
     _, _, decode, _, _ = run(4, link=PairLink(lambda tokens: tokens, faults={0: "used again"}))
     assert sum(len(engine.worker.pair.stale_reads) for engine in decode) <= 1
 
 
-def test_a_transfer_whose_bytes_never_come_leaves_its_request_waiting():
+def test_a_request_waits_until_the_run_stops_if_its_transfer_never_arrives():
     prefill, _ = engines_of("prefill", 1)
     decode, _ = engines_of("decode", 1)
     report = replay(trace_of(4), decode, prefill, link=PairLink(faults={0: "never"}), stop_ms=100_000)
@@ -200,11 +200,11 @@ def test_invalid_arguments_of_a_pair_are_refused(fields, why):
         MockEngineArgs(**fields)
 
 
-def test_faults_are_all_tried():
+def test_the_known_link_faults_are_those_that_are_tested():
     assert set(FAULTS) == {"fails", "late", "handshake", "never", "stale", "used again"}
 
 
-def test_a_decode_engine_of_a_pair_publishes_and_one_of_dynamo_does_not():
+def test_a_decode_engine_of_a_pair_publishes_blocks_of_its_prefill_engine():
     _, _, _, of_p, of_d = run(6, seed=Random(1).randrange(9))
     assert {name for sink in of_d for each in stored(sink) for name in each} & {
         name for sink in of_p for each in stored(sink) for name in each

@@ -60,7 +60,7 @@ def test_an_engine_without_listeners_serves_like_one_with_listeners(seed):
 
 @pytest.mark.parametrize("speedup", [1.0, 2.5, 0.0])
 @pytest.mark.parametrize("lengths", [range(5, 900, 1), range(90, 5000, 7), range(2**18 - 400, 2**18 + 400, 3)])
-def test_moments_are_the_sums_of_the_original(speedup, lengths):
+def test_decode_pass_ends_equal_the_sums_of_the_original(speedup, lengths):
     total, model = 4096, PolynomialModel("1.6.1")
     times = DecodeTimes(model, total, speedup)
     steps = [rounded_ms(model.decode_ms(each, total, each // lengths.step), speedup) for each in lengths]

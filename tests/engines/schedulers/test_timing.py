@@ -28,7 +28,7 @@ def test_seconds_are_rounded_to_whole_nanoseconds_ties_to_even(seconds, nanoseco
 
 
 @given(st.floats(min_value=0, max_value=1e9))
-def test_rounding_is_exact(seconds):
+def test_durations_are_rounded_exactly(seconds):
     assert round(Fraction(seconds) * 10**9) == whole_nanoseconds(seconds)
 
 
@@ -49,11 +49,11 @@ def test_a_value_that_is_not_a_duration_is_refused(seconds):
         (10.0, 0.5, 20.0),
     ],
 )
-def test_a_speedup_divides_the_rounded_time_which_is_rounded_again(ms, speedup, rounded):
+def test_a_speedup_divides_the_rounded_time_and_rounds_it_again(ms, speedup, rounded):
     assert rounded == pytest.approx(rounded_ms(ms, speedup), abs=1e-12)
 
 
-def test_passes_in_one_go_are_summed_one_by_one():
+def test_the_times_of_passes_in_one_go_are_summed_one_by_one():
     ends, at = [], 0.1
     for _ in range(1000):
         at += 7.337134
