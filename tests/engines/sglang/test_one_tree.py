@@ -82,7 +82,7 @@ def played(make, policy, program):
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru"])
 @settings(max_examples=examples(200), database=None, deadline=None)
 @given(program=calls)
-def test_a_tree_without_parts_or_host_answers_and_publishes_as_a_radix_cache(make, policy, program):
+def test_a_tree_without_components_or_host_pages_equals_a_plain_radix_cache(make, policy, program):
     expected, found = (played(each, policy, program) for each in (RadixCacheManager, make))
     if (
         make is over_no_host

@@ -129,14 +129,14 @@ class Both:
         assert ([Removed(tuple(names))] if names else []) == events
 
 
-def test_the_plain_model_knows_all_policies():
+def test_the_plain_model_has_every_eviction_policy():
     assert POLICIES.keys() == KEYS.keys()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=examples(80))
 @given(calls=calls)
-def test_the_radix_tree_does_what_the_plain_model_does(policy, calls):
+def test_the_radix_tree_equals_the_plain_model_under_any_calls(policy, calls):
     both = Both(policy)
     for call in calls:
         both.do(*call)
@@ -160,7 +160,7 @@ steps = st.lists(
 
 
 @given(steps=steps, policy=st.sampled_from(sorted(POLICIES)))
-def test_requests_keep_every_page_and_every_lock_accounted_for(steps, policy):
+def test_any_requests_conserve_pages_and_locks(steps, policy):
     sink = CapturingSink()
     manager = RadixCacheManager(num_blocks=5, block_size=SIZE, sink=sink, policy=policy)
     driver = RadixDriver(manager, True, Random(0))
@@ -209,7 +209,7 @@ def held(events):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_lookups_without_evictions_leave_no_trace_that_grows(policy):
+def test_lookups_do_not_grow_the_heap_or_the_change_list(policy):
     manager = RadixCacheManager(num_blocks=8, block_size=SIZE, policy=policy)
     for start in range(8):
         manager.insert([start] * SIZE)
@@ -233,7 +233,7 @@ def test_lookups_without_evictions_leave_no_trace_that_grows(policy):
     ],
     ids=["full", "window", "through", "selective", "back"],
 )
-def test_a_node_that_was_deleted_is_kept_nowhere(options):
+def test_deleted_nodes_are_not_kept_in_memory(options):
     worker = KvWorker(
         lambda sink: create_manager("sglang", num_blocks=16, block_size=SIZE, sink=sink, **options),
         sink=CapturingSink(),

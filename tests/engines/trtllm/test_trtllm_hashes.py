@@ -36,11 +36,11 @@ def test_full_blocks_have_the_names_of_the_reference(tokens, adapter, salt, name
         ((5, 6), 123, 6280297290684427985, 18177682803760873588),
     ],
 )
-def test_a_partial_block_is_named_by_the_tokens_that_it_has(tokens, salt, parent, name):
+def test_a_partial_block_is_named_by_its_tokens(tokens, salt, parent, name):
     assert name == v1_block_key(BlockKey(tokens, None, salt), parent)
 
 
-def test_the_number_of_a_salt_is_itself_or_eight_bytes_of_a_digest(monkeypatch):
+def test_a_salt_number_is_the_number_itself_or_eight_bytes_of_a_digest(monkeypatch):
     salt_number.cache_clear()
     assert salt_number(2**64 - 1) == 2**64 - 1
     monkeypatch.setitem(sys.modules, "blake3", None)  # is not installed
@@ -52,7 +52,7 @@ def test_the_number_of_a_salt_is_itself_or_eight_bytes_of_a_digest(monkeypatch):
     salt_number.cache_clear()
 
 
-def test_an_event_is_named_by_the_adapter_and_salt_that_travel_with_it():
+def test_the_hasher_of_an_event_uses_the_adapter_and_salt_of_its_extra_data():
     assert V1Hasher(3, 7) == V1Hasher().of_event({"lora_name": "a", "lora_id": 3, "cache_salt": 7}, 0)
     assert V1Hasher() == V1Hasher().of_event({"extra_keys": [None]}, 0)
 
@@ -82,7 +82,7 @@ class PlainMap:
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.integers(-60, 60), max_size=200))
-def test_children_are_walked_as_by_libstdcxx(steps):
+def test_children_are_walked_in_the_order_of_libstdcxx(steps):
     """A number adds the child of that token; one below 0 takes it out."""
     plain, ours, there = PlainMap(), ChildMap(), set()
     for step in steps:

@@ -81,7 +81,7 @@ def watched(program):
 
 
 @pytest.mark.parametrize("kind", ["programs", "v1"])
-def test_what_is_announced_is_in_the_tree_but_for_what_partial_matches_took(recording, kind):
+def test_announced_blocks_equal_the_tree_except_for_leaves_taken_by_partial_matches(recording, kind):
     counts = Counter()
     for program in filter(is_lossless, recording("trtllm_v1.json.gz")[kind]):
         counts += watched(program)

@@ -79,7 +79,7 @@ def watched(program):
 
 
 @pytest.mark.parametrize("kind", ["programs", "v2"])
-def test_what_is_announced_is_what_the_tree_has_pages_of(recording, kind):
+def test_announced_blocks_equal_the_pages_of_the_tree(recording, kind):
     counts = Counter()
     for program in recording("trtllm_v2.json.gz")[kind]:
         if program["config"]["event_buffer_max_size"] > 100:

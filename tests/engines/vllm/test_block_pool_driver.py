@@ -63,7 +63,7 @@ def message(worker):
     return out
 
 
-def test_the_last_token_is_computed_again(worker):
+def test_the_last_token_of_a_cached_prompt_is_computed_again(worker):
     a, b = names(worker, range(8))
     assert Served(0, (a, b)) == worker.serve(range(8))
     assert tuple(map(worker.cached_tokens, (range(8), range(9), range(5)))) == (4, 8, 4)
@@ -71,7 +71,7 @@ def test_the_last_token_is_computed_again(worker):
     assert [("S", None, a, b), ("S", a, b)] == message(worker)
 
 
-def test_a_block_is_stored_with_its_last_token_and_room_is_made_when_it_is_opened(backend):
+def test_a_block_is_stored_with_its_last_token_and_allocated_with_its_first(backend):
     worker = new_worker(backend, num_blocks=2)
     worker.serve(range(100, 108))
     old = names(worker, range(100, 108))
@@ -89,7 +89,7 @@ def test_a_block_is_stored_with_its_last_token_and_room_is_made_when_it_is_opene
         assert [("S", first, second)] == message(worker)
 
 
-def test_many_tokens_are_as_many_steps(backend):
+def test_decoding_n_tokens_equals_n_steps_of_one_token(backend):
     streams = []
     for sizes in ([23], [1] * 23, [5, 1, 17]):
         worker = new_worker(backend, num_blocks=7)
@@ -112,7 +112,7 @@ def test_a_chunked_prefill_is_published_chunk_by_chunk(backend):
     assert message(worker) == []  # all hits are taken with the first chunk that computes anything
 
 
-def test_what_does_not_fit_is_refused_with_what_vllm_counts(backend):
+def test_a_request_that_does_not_fit_is_refused_with_the_block_counts_of_vllm(backend):
     worker = new_worker(backend, num_blocks=5)
     worker.serve(range(8))
     held = worker.prefill(range(100, 108))
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_with_what_vllm_counts(backend):
     assert worker.manager.num_free_blocks == 0
 
 
-def test_a_preempted_request_looks_up_again_what_it_had_generated(worker):
+def test_a_preempted_request_looks_up_its_output_when_it_resumes(worker):
     request = worker.prefill(range(6))
     request.decode(range(6, 13))
     blocks = request.blocks
@@ -147,7 +147,7 @@ def test_a_preempted_request_looks_up_again_what_it_had_generated(worker):
     assert ("S", None, *blocks[:3]) == message(worker)[-1]
 
 
-def test_a_resume_sees_what_changed_since_the_preemption(worker):
+def test_a_resume_recomputes_blocks_that_were_reset_after_the_preemption(worker):
     request = worker.prefill(range(9))
     request.preempt()
     assert worker.manager.reset_prefix_cache()
@@ -174,7 +174,7 @@ def test_without_prefix_caching_nothing_is_published_or_found(backend):
     assert (worker.captured.events, list(worker.manager.resident())) == ([], [])
 
 
-def test_clear_keeps_the_queue_and_publishes_one_cleared(worker):
+def test_clear_keeps_the_free_queue_and_publishes_one_cleared(worker):
     worker.serve(range(9))
     queue = worker.manager.free_queue
     message(worker)
@@ -190,7 +190,7 @@ def test_clear_keeps_the_queue_and_publishes_one_cleared(worker):
     [{}, {"hash_algorithm": "xxhash", "hash_seed": "42"}, {"hash_algorithm": "sha256"}, {"enable_caching": False}],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
-def test_a_variant_is_judged_by_its_own_hashes(options):
+def test_a_variant_is_checked_against_its_own_hashes(options):
     spec = BACKENDS["vllm"].variant("mine", **options)
     with RouterHarness(EngineProfile(block_size=4, num_blocks=8), spec) as kv:
         worker = kv.worker(0)
@@ -210,7 +210,7 @@ def restored(event, **changes):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("shared", [0, 1])
-def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, shared):
+def test_a_block_hash_that_does_not_match_its_tokens_is_reported(backend, place, shared):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend)
     worker = kv.worker(0)
     first = kv.prompt(shared, tail=1)
@@ -231,7 +231,7 @@ def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, sh
     assert (wrong.block ^ 1) in worker.manager.resident()
 
 
-def test_a_local_hash_that_is_not_that_of_its_tokens_is_found(backend):
+def test_a_local_hash_that_does_not_match_its_tokens_is_reported(backend):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend)
     publish = kv.publisher.publish
     kv.publisher.publish = lambda event: publish(restored(event, tokens_hashes=tuple(block_hashes(range(8), 4))))

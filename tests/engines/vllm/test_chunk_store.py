@@ -15,7 +15,7 @@ def evicted_for_others(store):
 
 
 @pytest.mark.parametrize("policy", EVICTION_ORDERS)
-def test_of_chunks_that_end_at_one_token_the_later_groups_goes_first(policy):
+def test_of_chunks_with_the_same_end_that_of_the_later_group_is_evicted_first(policy):
     store, user = ChunkStore(4, policy), ChunkUser()
     assert list(OF_TWO_GROUPS) == store.offer(user, list(OF_TWO_GROUPS.items())).new
     store.written(OF_TWO_GROUPS)
@@ -25,7 +25,7 @@ def test_of_chunks_that_end_at_one_token_the_later_groups_goes_first(policy):
 
 
 @pytest.mark.parametrize("policy", EVICTION_ORDERS)
-def test_chunks_that_were_found_go_in_that_order_too_in_whatever_order_they_were_touched(policy):
+def test_chunks_that_were_read_are_evicted_in_the_same_order_whatever_the_order_of_reads(policy):
     store, writer, reader = ChunkStore(4, policy), ChunkUser(), ChunkUser()
     store.offer(writer, list(OF_TWO_GROUPS.items()))
     store.written(OF_TWO_GROUPS)
