@@ -62,7 +62,7 @@ def test_a_worker_publishes_the_recorded_events(recording, name):
     assert program["final"]["cpu"] == sorted(name for name, _ in worker.manager.offload.resident())
 
 
-def test_self_describing_host_events_are_locations_for_one_group_and_stored_for_the_other():
+def test_self_describing_host_events_are_stored_for_attention_and_locations_for_windows():
     worker, events = worker_of(20, self_describing=True)
     worker.serve(list(range(40)))
     worker.tick(100.0)

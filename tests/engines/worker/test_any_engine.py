@@ -36,14 +36,14 @@ any_program = given(
 @pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if spec.group is None])
 @settings(max_examples=examples(25))
 @any_program
-def test_any_traffic(engine, program, chunk, num_blocks):
+def test_any_traffic_of_an_engine_breaks_no_rule_and_conserves_blocks(engine, program, chunk, num_blocks):
     check_any_traffic(engine, program, chunk, num_blocks)
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name in HYBRID])
 @settings(max_examples=FEWEST_EXAMPLES)  # the models of a program differ by their sizes, and share its manager
 @any_program
-def test_any_traffic_of_a_hybrid_model(engine, program, chunk, num_blocks):
+def test_any_traffic_of_a_hybrid_model_breaks_no_rule_and_conserves_blocks(engine, program, chunk, num_blocks):
     check_any_traffic(engine, program, chunk, num_blocks)
 
 
@@ -93,7 +93,7 @@ def conserved(worker, num_blocks):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_open_at_the_end_is_a_leak_of_requests_and_of_nothing_else(engine):
+def test_a_request_left_open_is_reported_only_as_a_leaked_request(engine):
     spec = ENGINES[engine]
     kv = RouterHarness(sized(EngineProfile(block_size=SIZE, num_blocks=CAPACITY), spec), spec)
     kv.worker(0).prefill(kv.prompt(2, tail=1))
@@ -103,7 +103,7 @@ def test_what_is_open_at_the_end_is_a_leak_of_requests_and_of_nothing_else(engin
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_request_longer_than_the_whole_cache_is_refused(engine):
+def test_a_request_larger_than_the_cache_is_refused(engine):
     spec = ENGINES[engine]
     with RouterHarness(sized(EngineProfile(block_size=SIZE, num_blocks=2), spec), spec) as kv:
         worker, most = kv.worker(0), kv.profile.num_blocks
@@ -116,7 +116,7 @@ def test_a_request_longer_than_the_whole_cache_is_refused(engine):
 
 
 @pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if spec.traits.takes_hashes])
-def test_output_after_a_prompt_of_hashes_continues_with_its_chain(engine):
+def test_output_after_a_prompt_of_hashes_continues_the_hash_chain(engine):
     spec = ENGINES[engine]
     with RouterHarness(sized(EngineProfile(block_size=SIZE, num_blocks=CAPACITY), spec), spec) as kv:
         for number in range(6):

@@ -54,7 +54,7 @@ def reused_blocks(requests, num_blocks):
 
 
 @pytest.mark.parametrize(("trace", "num_blocks"), RUNS)
-def test_at_the_head_of_a_trace_lineage_reuses_the_blocks_that_dynamo_reuses(read_trace, recorded, trace, num_blocks):
+def test_lineage_reuses_the_blocks_that_dynamo_reuses_at_the_head_of_a_trace(read_trace, recorded, trace, num_blocks):
     run = recorded[f"mooncake_{trace}_trace.jsonl", num_blocks]
     assert run["reused_blocks"][:HEAD] == reused_blocks(read_trace(trace, HEAD), num_blocks)
 
@@ -95,7 +95,7 @@ class StoredAndRemoved:
 # id of the trace is a whole block, one request at a time. docs/fidelity.md, "Holes under multi_lru", says how it comes
 # to this.
 @pytest.mark.parametrize("most", [2_500, pytest.param(None, marks=whole_trace)])
-def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace, most):
+def test_multi_lru_evicts_descendants_of_a_block_and_stores_them_again(read_trace, most):
     captured = StoredAndRemoved()
     worker = new_worker("multi_lru", 32_000, sink=captured)
     cases = []
@@ -126,7 +126,7 @@ def prompts(read_trace):
 @whole_trace
 @pytest.mark.parametrize("run", range(4))
 @pytest.mark.parametrize(("backend", "version"), [("vllm", "0.33.0"), ("vllm_0_19", "0.19.1")])
-def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(prompts, recording, backend, version, run):
+def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_recorded_engine(prompts, recording, backend, version, run):
     recorded = recording(f"vllm_{version}_mooncake.json")[run]
     captured = Totals()
     worker = new_worker(backend, recorded["usable_blocks"], sink=captured)

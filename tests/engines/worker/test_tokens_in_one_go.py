@@ -79,7 +79,7 @@ def program(backend, seed, size):
 
 @pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("seed", seeds(12))
-def test_tokens_in_one_go_are_as_many_one_by_one(backend, seed):
+def test_decoding_tokens_in_one_go_equals_decoding_them_one_by_one(backend, seed):
     at_once, one_by_one = (Twin(backend, seed, at_once=each) for each in (True, False))
     for step in program(backend, seed, at_once.size):
         outcome = at_once.do(*step)

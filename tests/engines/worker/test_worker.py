@@ -54,7 +54,7 @@ def test_token_ids_are_published_with_the_event(worker):
     assert [tuple(ids) for ids in event.token_ids] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
-def test_tokens_are_taken_where_prompts_are(worker):
+def test_every_call_that_takes_a_prompt_accepts_tokens(worker):
     worker.serve([7] * 8)
     assert (
         worker.cached_tokens([7] * 8),
@@ -71,7 +71,7 @@ def test_a_second_prefill_reuses_cached_blocks_and_stores_the_rest_after_them(wo
     assert [(None, [a, b]), (b, [c])] == stored_of(worker.captured.events)
 
 
-def test_a_fully_cached_prompt_of_whole_blocks_costs_and_publishes_nothing(worker):
+def test_a_fully_cached_prompt_of_whole_blocks_stores_and_publishes_nothing(worker):
     worker.serve(prompt(1, 2))
     served = worker.serve(prompt(1, 2))
     assert Served(8, ()) == served
@@ -123,7 +123,7 @@ def test_a_prompt_of_hashes_is_served_without_token_ids(worker, stored_of):
     assert worker.cached_tokens(Prompt(hashes=[11, 12, 13])) == 8
 
 
-def test_a_prompt_of_hashes_that_fits_no_block_size_of_the_worker_is_refused(worker, state_of):
+def test_a_prompt_of_hashes_that_does_not_match_the_block_size_is_refused(worker, state_of):
     before = state_of(worker)
     with pytest.raises(ValueError, match="does not fit block_size=4"):
         worker.prefill(Prompt(hashes=[1, 2], num_tokens=1024))
@@ -156,7 +156,7 @@ def test_a_chunk_that_ends_inside_a_block_takes_the_whole_block(make_worker, sto
     assert [(None, [first, second])] == stored_of(worker.captured.events)
 
 
-def test_a_chunk_below_a_block_stores_no_block_twice(make_worker, stored_of):
+def test_chunks_smaller_than_a_block_store_each_block_once(make_worker, stored_of):
     worker = make_worker(chunk=1)
     request = worker.prefill(range(9))
     first, second = chain(range(8))
@@ -194,7 +194,7 @@ def test_a_prompt_of_whole_blocks_opens_a_block_with_its_first_token_and_stores_
     assert len(worker.captured.events) == 1
 
 
-def test_decoding_over_two_borders_stores_two_blocks_each_after_the_one_before(worker, stored_of):
+def test_decoding_across_two_block_boundaries_stores_two_chained_blocks(worker, stored_of):
     with worker.prefill(range(3)) as request:
         request.decode(range(3, 9))
     first, second = chain(range(8))
@@ -208,7 +208,7 @@ def test_decoded_tokens_are_a_prefix_for_the_next_turn(worker):
     assert worker.cached_tokens(range(20)) == 12
 
 
-def test_a_count_decodes_that_many_tokens_and_tokens_decode_themselves(worker):
+def test_decode_takes_a_count_of_tokens_or_the_tokens_themselves(worker):
     with worker.prefill(range(3)) as request:
         request.decode(5)
         request.decode([1, 2])
@@ -264,7 +264,7 @@ def test_a_prefill_that_does_not_fit_changes_nothing(worker, state_of):
     )
 
 
-def test_a_prefill_that_just_fits_is_admitted(worker):
+def test_a_prefill_that_exactly_fits_is_admitted(worker):
     worker.serve(prompt(9))
     worker.prefill(prompt(1, 2, 3, 4, 5))
     worker.prefill(prompt(1, 2, 6, 7, 8))
@@ -280,7 +280,7 @@ def test_a_chunked_prefill_that_does_not_fit_changes_nothing_either(make_worker,
     assert (raised.value.requested, raised.value.available) == (5, 4)
 
 
-def test_cached_blocks_that_no_request_holds_need_room_too(make_worker, state_of):
+def test_hits_on_inactive_blocks_count_as_needed_blocks(make_worker, state_of):
     worker = make_worker(num_blocks=3)
     worker.serve(prompt(1, 2))
     worker.prefill(prompt(3))
@@ -306,7 +306,7 @@ def test_a_decode_that_does_not_fit_generates_no_token(make_worker, state_of):
         request.decode()
 
 
-def test_what_is_needed_does_not_depend_on_how_soon_it_fails(make_worker):
+def test_a_failed_decode_reports_the_blocks_needed_for_all_its_tokens(make_worker):
     worker = make_worker(num_blocks=2)
     request = worker.prefill(range(4))
     with pytest.raises(OutOfBlocks) as raised:
@@ -314,7 +314,7 @@ def test_what_is_needed_does_not_depend_on_how_soon_it_fails(make_worker):
     assert (raised.value.requested, raised.value.available) == (10, 1)
 
 
-def test_a_resume_that_does_not_fit_leaves_it_preempted(make_worker, state_of):
+def test_a_request_whose_resume_does_not_fit_stays_preempted(make_worker, state_of):
     worker = make_worker(num_blocks=4)
     request = worker.prefill(range(10))
     request.preempt()
@@ -330,7 +330,7 @@ def test_a_resume_that_does_not_fit_leaves_it_preempted(make_worker, state_of):
     assert request.status == "running"
 
 
-def test_serve_lets_the_prompt_go_when_its_output_does_not_fit(make_worker):
+def test_serve_frees_the_prompt_when_its_output_does_not_fit(make_worker):
     worker = make_worker(num_blocks=2)
     with pytest.raises(OutOfBlocks):
         worker.serve(range(8), output_tokens=1)
@@ -339,7 +339,7 @@ def test_serve_lets_the_prompt_go_when_its_output_does_not_fit(make_worker):
     assert Served(4, ()) == worker.serve(range(4))
 
 
-def test_a_block_that_fills_up_as_one_that_another_request_holds_gives_its_slot_back(make_worker):
+def test_a_full_block_equal_to_one_in_use_frees_its_slot(make_worker):
     worker = make_worker(num_blocks=3)
     worker.prefill(range(4))
     second = worker.prefill(range(3))
@@ -351,7 +351,7 @@ def test_a_block_that_fills_up_as_one_that_another_request_holds_gives_its_slot_
     assert (raised.value.requested, raised.value.available) == (2, 1)
 
 
-def test_a_full_worker_decodes_into_a_block_that_another_request_holds(make_worker):
+def test_a_full_worker_can_decode_into_a_block_that_another_request_holds(make_worker):
     worker = make_worker(num_blocks=2)
     worker.prefill(range(4))
     second = worker.prefill(range(3))
@@ -361,7 +361,7 @@ def test_a_full_worker_decodes_into_a_block_that_another_request_holds(make_work
     assert len(worker.captured.events) == 1
 
 
-def test_a_slot_given_back_is_counted_only_from_then_on(make_worker, state_of):
+def test_a_slot_is_not_counted_as_free_before_its_block_equals_another(make_worker, state_of):
     worker = make_worker(num_blocks=2)
     worker.prefill(range(4))
     second = worker.prefill(range(3))
@@ -372,7 +372,7 @@ def test_a_slot_given_back_is_counted_only_from_then_on(make_worker, state_of):
     assert before == state_of(worker)
 
 
-def test_a_block_that_fills_up_as_a_cached_one_gives_its_slot_back_and_takes_that_one(make_worker):
+def test_a_full_block_equal_to_a_cached_one_frees_its_slot_and_activates_that_block(make_worker):
     worker = make_worker(num_blocks=2)
     worker.serve(range(4))
     request = worker.prefill(range(3))
@@ -414,7 +414,7 @@ def test_a_with_block_may_leave_its_request_preempted(worker):
     assert worker.requests == []
 
 
-def test_a_with_block_whose_worker_restarted_is_left_quietly(worker):
+def test_a_with_block_exits_without_error_after_a_restart_of_its_worker(worker):
     with worker.prefill(range(6)) as request:
         worker.restart()
     assert request.status == "lost"
@@ -435,7 +435,7 @@ def test_a_with_block_whose_worker_restarted_is_left_quietly(worker):
         ("restart", "resume", "resume on a request that is lost"),
     ],
 )
-def test_what_a_requests_state_does_not_allow_is_refused(worker, state_of, before, call, message):
+def test_calls_that_the_state_of_a_request_does_not_allow_are_refused(worker, state_of, before, call, message):
     request = worker.prefill(range(6))
     if before == "restart":
         worker.restart()
@@ -447,7 +447,7 @@ def test_what_a_requests_state_does_not_allow_is_refused(worker, state_of, befor
     assert then == state_of(worker)
 
 
-def test_blocks_are_a_copy(worker):
+def test_the_blocks_of_a_request_are_returned_as_a_copy(worker):
     request = worker.prefill(range(6))
     request.blocks.clear()
     assert len(request.blocks) == 2
@@ -513,7 +513,7 @@ def test_a_request_may_finish_while_it_is_preempted(worker):
 # --------------------------------------------------------------------------------------------------------- serve
 
 
-def test_serve_answers_what_was_cached_and_what_became_so(worker):
+def test_serve_returns_the_cached_tokens_and_the_stored_blocks(worker):
     assert Served(0, tuple(chain(range(4)))) == worker.serve(range(6), output_tokens=2)
     served = worker.serve(range(6), output_tokens=3)
     assert served.cached_tokens == 4
@@ -521,7 +521,7 @@ def test_serve_answers_what_was_cached_and_what_became_so(worker):
     assert worker.requests == []
 
 
-def test_serve_does_not_count_what_others_store(worker):
+def test_serve_does_not_count_blocks_stored_by_other_requests(worker):
     worker.serve(range(4))
     assert worker.serve(range(4)).stored_blocks == ()
     worker.prefill(prompt(3))
@@ -531,13 +531,13 @@ def test_serve_does_not_count_what_others_store(worker):
 # -------------------------------------------------------------------------------------------------- cached_tokens
 
 
-def test_a_look_up_does_not_find_a_partial_block_of_a_request(make_worker):
+def test_a_lookup_does_not_find_the_partial_block_of_a_request(make_worker):
     worker = make_worker(seed=0)
     worker.prefill(range(3))
     assert worker.cached_tokens([9] * 3) == 0
 
 
-def test_a_look_touches_nothing(worker, state_of):
+def test_cached_tokens_does_not_change_the_cache(worker, state_of):
     for number in range(6):
         worker.serve(prompt(number))
     oldest = prompt(0)
@@ -547,7 +547,7 @@ def test_a_look_touches_nothing(worker, state_of):
     assert before == state_of(worker)
 
 
-def test_a_look_up_does_not_change_later_operations(make_worker):
+def test_a_lookup_does_not_change_later_operations(make_worker):
     def traffic(look):
         worker = make_worker(seed=3)
         worker.serve(range(6), output_tokens=7)
@@ -559,7 +559,7 @@ def test_a_look_up_does_not_change_later_operations(make_worker):
     assert traffic(look=False) == traffic(look=True)
 
 
-def test_a_look_up_finds_blocks_in_use(worker):
+def test_a_lookup_finds_blocks_in_use(worker):
     with worker.prefill(range(8)):
         assert worker.cached_tokens(range(9)) == 8
 
@@ -585,13 +585,13 @@ def test_clear_does_nothing_while_a_request_is_open(worker, state_of):
     assert worker.clear()
 
 
-def test_clear_does_nothing_while_a_block_is_held_by_hand(worker):
+def test_clear_does_nothing_while_the_manager_holds_a_block(worker):
     worker.manager.use([1])
     assert not worker.clear()
     assert len(worker.captured.events) == 1
 
 
-def test_a_restarted_worker_is_empty_and_counts_from_0(worker):
+def test_a_restarted_worker_is_empty_and_its_event_ids_start_at_0(worker):
     worker.serve(range(8))
     request, before = worker.prefill(range(4)), worker.manager
     worker.restart()
@@ -606,7 +606,7 @@ def test_a_restarted_worker_is_empty_and_counts_from_0(worker):
 # --------------------------------------------------------------------------------------------- no prefix caching
 
 
-def test_without_prefix_caching_nothing_is_published_or_found_again(make_worker):
+def test_without_prefix_caching_no_block_is_published_or_hit(make_worker):
     worker = make_worker(prefix_caching=False)
     for _ in range(3):
         assert Served(0, ()) == worker.serve(range(10), output_tokens=9)
@@ -640,7 +640,7 @@ def test_without_prefix_caching_a_resumed_request_finds_its_own_blocks(make_work
 # ------------------------------------------------------------------------------------------------------- the rest
 
 
-def test_the_repr_of_a_worker_names_it(make_worker, backend):
+def test_the_repr_of_a_worker_shows_its_id_and_backend(make_worker, backend):
     worker = make_worker(worker_id=3, dp_rank=1)
     assert repr(worker) == f"<KvWorker 3 rank 1 {backend}>"
     assert backend == worker.backend
@@ -676,7 +676,7 @@ def test_events_name_the_device_tier(worker):
     assert [event.storage_tier for event in worker.captured.router_events] == [StorageTier.DEVICE]
 
 
-def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backend):
+def test_only_events_published_for_a_request_are_marked_as_chained(backend):
     from pytest_kvmock import create_manager
 
     marks = []
@@ -696,7 +696,7 @@ def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backe
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_0_19", "sglang", "mocker_sglang_1_6"])
-def test_what_a_manager_of_requests_stores_is_always_for_one(name):
+def test_a_manager_that_takes_requests_marks_every_stored_as_chained(name):
     spec, taken = BACKENDS[name], []
     worker = KvWorker(
         lambda sink: spec.make(num_blocks=4, block_size=4, dp_rank=0, sink=sink),
@@ -748,7 +748,7 @@ def test_a_worker_with_the_driver_of_another_engine_is_refused_when_it_is_made(b
         )
 
 
-def test_a_driver_that_takes_no_steps_is_refused_over_a_manager_with_tiers():
+def test_a_driver_without_steps_is_refused_over_a_manager_with_tiers():
     def make(sink):
         return create_manager("vllm", num_blocks=4, sink=sink, tiers={"host": 8})
 

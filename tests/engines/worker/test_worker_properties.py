@@ -123,7 +123,7 @@ def shown(manager):
 
 @settings(max_examples=examples(200))
 @given(steps=steps, backend=st.sampled_from(sorted(SPECS)), chunk=st.sampled_from([None, 1, 2, 3]))
-def test_a_worker_publishes_and_refuses_like_requests_driven_by_hand(steps, backend, chunk):
+def test_a_worker_publishes_and_refuses_like_requests_driven_move_by_move(steps, backend, chunk):
     captured = CapturingSink()
 
     def make_manager(sink):
