@@ -32,7 +32,7 @@ def test_bytes_are_those_that_the_real_engine_writes(recording, name):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_bytes_are_read_as_the_events_that_they_are(recording, name):
+def test_recorded_bytes_are_decoded_to_their_events(recording, name):
     batch = recorded_batch(name)
     decoded = decode(bytes.fromhex(recording("wire_dialects.json")[name]["hex"]), name)
 
@@ -74,7 +74,7 @@ ADDED = [  # a release, the one before it, what BlockStored and BlockRemoved hav
 
 
 @pytest.mark.parametrize(("name", "before", "of_stored", "of_removed"), ADDED)
-def test_an_array_has_the_fields_of_the_release_before_and_its_own_after_them(name, before, of_stored, of_removed):
+def test_an_array_appends_its_new_fields_to_those_of_the_previous_release(name, before, of_stored, of_removed):
     (old_stored, old_removed, _), _ = plain(before)
     (new_stored, new_removed, last), rank = plain(name)
 
@@ -98,7 +98,7 @@ def test_the_first_release_has_five_fields():
     assert rank == 0
 
 
-def test_the_fields_of_a_map_are_those_of_the_arrays_before_it():
+def test_the_first_map_form_has_the_fields_of_the_last_array_form():
     (array, gone, _), _ = plain("vllm-0.23")
     (stored_map, removed_map, cleared_map), _ = plain("vllm-0.24")
 
@@ -123,7 +123,7 @@ LATER = [  # a release, the one before it, values of the fields that it added
 
 
 @pytest.mark.parametrize(("name", "before", "of_stored", "of_removed"), LATER)
-def test_a_map_has_further_fields_where_they_are_set(name, before, of_stored, of_removed):
+def test_a_map_contains_new_fields_only_where_they_are_set(name, before, of_stored, of_removed):
     special = Batch([stored(extra=of_stored), removed(extra=of_removed or None)])
     (ordinary, gone, _), rank = plain(name)
     (with_them, gone_with_them), _ = plain(name, special)
@@ -146,7 +146,7 @@ def test_sglang_0_5_18_appends_a_map_to_salted_events_only():
     assert decode(encode(batch, "sglang-0.5.18"), "sglang-0.5.18").extra == [None, {"cache_salt": "s"}]
 
 
-def test_the_slot_of_the_rank_is_nil_in_sglangs_structs_until_a_publisher_fills_it_in():
+def test_the_rank_of_an_sglang_batch_is_nil_until_a_publisher_sets_it():
     batch = Batch([stored(rank=3)])
 
     assert (plain("sglang-0.5.22", batch)[0], 3) == plain("sglang-0.5.22", Batch(batch.events, 0.0, 3))
@@ -155,7 +155,7 @@ def test_the_slot_of_the_rank_is_nil_in_sglangs_structs_until_a_publisher_fills_
     assert plain("vllm-0.33", batch)[1] == 3
 
 
-def test_replays_are_framed_with_the_topic_from_these_releases_on():
+def test_replays_carry_the_topic_since_vllm_0_28_and_sglang_0_5_22():
     framing = {name: DIALECTS[name].replay for name in [*VLLM, *SGLANG]}
 
     with_topic = ["vllm-0.28", "vllm-0.33", "sglang-0.5.22"]
@@ -163,11 +163,11 @@ def test_replays_are_framed_with_the_topic_from_these_releases_on():
     assert {*framing.values()} == {"plain", "topic"}
 
 
-def test_tests_run_over_the_twelve_of_zmq_by_default():
+def test_the_default_matrix_has_the_twelve_zmq_dialects():
     assert [name for name, dialect in DIALECTS.items() if dialect.in_matrix] == [*VLLM, *SGLANG]
 
 
-def test_a_dialect_names_a_backend_that_there_is():
+def test_every_dialect_names_a_known_backend():
     assert {dialect.backend for dialect in DIALECTS.values()} <= {*BACKENDS}
     assert {DIALECTS[name].backend for name in VLLM[:5]} == {"vllm_0_19"}
     assert {DIALECTS[name].backend for name in VLLM[5:]} == {"vllm"}
@@ -182,7 +182,7 @@ TIERS = {
 
 
 @pytest.mark.parametrize("name", TIERS)
-def test_tiers_have_the_names_of_the_engine(name):
+def test_tiers_are_written_under_the_medium_names_of_the_engine(name):
     for tier, medium in TIERS[name].items():
         batch = Batch([stored(tier=StorageTier(tier)), removed(event_id=1, tier=StorageTier(tier))])
         payload = encode(batch, name)
@@ -198,7 +198,7 @@ def test_tiers_have_the_names_of_the_engine(name):
 # ---------------------------------------------------------------------------------------------------- one's own
 
 
-def test_a_new_version_is_a_row():
+def test_a_variant_of_a_dialect_adds_and_removes_fields():
     colour = WireField("colour", "text", default=None, ordinary="blue")
     mine = DIALECTS["vllm-0.33"].variant(
         "vllm-0.34", models="vLLM 0.34.0", add_stored=(colour,), without=("ownership",)
@@ -212,7 +212,7 @@ def test_a_new_version_is_a_row():
     assert "ownership" not in [field.name for field in (*mine.stored, *mine.removed)]
 
 
-def test_a_dialect_of_another_backend_is_of_no_release_of_the_one_before_it():
+def test_a_variant_for_another_backend_does_not_keep_the_version():
     row = DIALECTS["vllm-0.28"]
 
     assert (row.variant("mine").backend, row.variant("mine").version) == ("vllm", "0.28.0")
@@ -237,7 +237,7 @@ def test_a_dialect_may_have_its_fields_in_any_order():
     assert batch.events == decode(payload, mine).events
 
 
-def test_a_dialect_is_looked_up_by_name_or_is_itself():
+def test_find_dialect_accepts_a_name_or_a_dialect():
     assert DIALECTS["vllm-0.33"] is find_dialect("vllm-0.33") is find_dialect(DIALECTS["vllm-0.33"])
 
 
@@ -253,7 +253,7 @@ def test_an_unknown_dialect_is_answered_with_the_nearest(name, hint):
         assert str(error.value) == f"unknown dialect {name!r}{hint}known: {known}"
 
 
-def test_a_registered_dialect_is_known_for_as_long_as_that_lasts():
+def test_a_registered_dialect_is_known_only_inside_its_registration():
     mine = DIALECTS["vllm-0.33"].variant("mine")
     with registered_dialects({"mine": mine}):
         assert mine is find_dialect("mine")
@@ -329,7 +329,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_a_dialect_that_would_be_none_is_refused_in_one_line(changes, message):
+def test_an_invalid_dialect_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError) as error:
         DIALECTS["vllm-0.33"].variant(**{"name": "mine", **changes})
 
@@ -362,7 +362,7 @@ def test_a_dialect_that_would_be_none_is_refused_in_one_line(changes, message):
         ),
     ],
 )
-def test_a_field_that_would_be_none_is_refused(arguments, message):
+def test_an_invalid_wire_field_is_refused(arguments, message):
     with pytest.raises(ValueError) as error:
         WireField(*arguments)
 
@@ -386,7 +386,7 @@ def test_a_field_that_would_be_none_is_refused(arguments, message):
         ("any", {"a": 1}, NONE_PER_BLOCK),
     ],
 )
-def test_a_field_has_values_of_its_type(kind, default, ordinary):
+def test_a_wire_field_accepts_default_values_of_its_type(kind, default, ordinary):
     field = WireField("a", kind, default, ordinary)
     assert (default, ordinary) == (field.default, field.ordinary)
 
@@ -399,14 +399,14 @@ def test_a_value_that_is_not_a_mapping_to_dialects_is_not_registered(dialects):
     assert known == [*known_dialects()]
 
 
-def test_a_mark_is_shown_by_its_name():
+def test_the_repr_of_a_marker_is_its_name():
     assert repr(NONE_PER_BLOCK) == "NONE_PER_BLOCK"
 
 
 # ---------------------------------------------------------------------------------------------------- Dynamo's JSON
 
 
-def test_dynamo_reads_one_event_a_line():
+def test_dynamo_dialects_write_one_json_event_per_line():
     batch = Batch([stored((2**64 - 1, 2)), removed(event_id=1, tier=StorageTier.DISK), cleared(event_id=2)])
     whole = encode(batch, "dynamo-router-event")
     bare = encode(batch, "dynamo-kv-cache-event")

@@ -82,7 +82,7 @@ def test_valid_fields_of_an_event_have_no_flaw(right):
     check_events([])
 
 
-def test_token_ids_that_are_not_written_are_not_looked_at():
+def test_token_ids_that_are_not_written_are_not_checked():
     wrong = event(tokens=[[-1]])
     assert None is event_flaw(wrong, with_tokens=False)
     check_events([wrong], with_tokens=False)
@@ -98,7 +98,7 @@ def test_token_ids_that_are_not_written_are_not_looked_at():
         ([event(), "x"], "event 1 of the batch must be a RouterEvent, got 'x'"),
     ],
 )
-def test_a_value_that_is_not_a_batch_has_another_type(events, message):
+def test_a_value_that_is_not_a_batch_of_events_raises_a_type_error(events, message):
     with pytest.raises(TypeError) as raised:
         check_events(events)
     assert str(raised.value) == message
@@ -119,7 +119,7 @@ def test_a_value_that_is_not_a_finite_number_is_not_a_timestamp(time):
     assert str(raised.value) == expected
 
 
-def test_the_rank_of_a_batch_has_32_bits():
+def test_the_rank_of_a_batch_is_limited_to_32_bits():
     check_rank(0)
     check_rank(2**32 - 1)
     for wrong in (-1, 2**32, True, "0"):

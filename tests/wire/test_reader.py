@@ -41,7 +41,7 @@ def test_a_value_is_skipped_to_its_last_byte_and_no_further(value):
 
 
 @pytest.mark.parametrize("size", EDGES)
-def test_a_map_is_its_pairs_in_order(size):
+def test_a_map_is_read_as_its_pairs_in_order(size):
     reader = Reader(msgspec.msgpack.encode({number: str(number) for number in range(size)}))
     assert Pairs((number, str(number)) for number in range(size)) == reader.value()
     assert reader.rest == 0
@@ -52,20 +52,20 @@ def test_a_map_keeps_equal_keys():
 
 
 @pytest.mark.parametrize("size", EDGES)
-def test_a_map_is_skipped_whole(size):
+def test_a_map_is_skipped_entirely(size):
     reader = Reader(msgspec.msgpack.encode({number: [number] for number in range(size)}) + b"\x05")
     reader.skip()
     assert reader.value() == 5
 
 
-def test_a_number_of_four_bytes_may_be_a_float():
+def test_a_float_of_four_bytes_is_read():
     reader = Reader(b"\xca" + struct.pack(">f", 0.1))
     assert struct.unpack(">f", struct.pack(">f", 0.1))[0] == reader.value()
     assert reader.rest == 0
 
 
 @pytest.mark.parametrize(("code", "size"), EXTENSIONS)
-def test_an_extension_has_its_type_and_its_end(code, size):
+def test_an_extension_is_reported_with_its_type_and_skipped_entirely(code, size):
     data = msgspec.msgpack.encode([Ext(code, b"\xc1" * size), 5])
     extension, after = Reader(data).value()
     assert (WireDefect.WRONG_TYPE, f"an extension of type {code}", 5) == (extension.defect, extension.observed, after)
@@ -79,7 +79,7 @@ def test_an_extension_has_its_type_and_its_end(code, size):
     [300, 2**40, -2, 1.5, "abc", "x" * 40, b"abc", [1, [2, "x"], {}], {"a": [1, 2]}, Ext(3, b"ab"), Ext(3, b"abc")],
     ids=lambda value: f"{value.code} {value.data!r}" if isinstance(value, Ext) else repr(value),
 )
-def test_a_value_that_is_cut_off_anywhere_is_truncated(value):
+def test_a_value_cut_at_any_byte_is_reported_as_truncated(value):
     data = msgspec.msgpack.encode(value)
     for stop in range(len(data)):
         for read in (Reader(data[:stop]).value, Reader(data[:stop]).skip):
@@ -107,7 +107,7 @@ def test_arrays_are_read_up_to_the_depth_that_is_allowed():
 
 
 @pytest.mark.parametrize(("one", "observed"), [(b"\x91", "an array"), (b"\x81\x01", "a map")])
-def test_what_is_nested_too_deeply_is_named_and_what_follows_is_read(one, observed):
+def test_a_value_nested_too_deeply_is_reported_and_the_next_value_is_read(one, observed):
     inner = one * (MOST_DEPTH + 3) + b"\x07"
     found, after = Reader(b"\x92" + inner + b"\x05").value()
     while not isinstance(found, Unreadable):
@@ -117,12 +117,12 @@ def test_what_is_nested_too_deeply_is_named_and_what_follows_is_read(one, observ
     assert after == 5
 
 
-def test_the_bad_byte_of_a_text_is_named():
+def test_the_invalid_byte_of_a_string_is_named():
     (found, after) = Reader(b"\x92\xa3ab\xff\x05").value()
     assert (Unreadable(WireDefect.BAD_TEXT, "byte 0xff at 2 of a text of 3 bytes", "UTF-8"), 5) == (found, after)
 
 
-def test_the_length_of_a_value_that_is_not_an_array_is_not_read():
+def test_array_length_returns_none_for_other_values_and_does_not_advance():
     reader = Reader(b"\x05\x92\x01\x02")
     assert (reader.array_length(), reader.position) == (None, 0)
     reader.value()

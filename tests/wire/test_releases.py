@@ -114,7 +114,7 @@ SGLANG = [case for case in MADE if case["dialect"].startswith("sglang") and case
 
 
 @parametrised([case for case in SGLANG if case["dialect"] != "sglang-0.5.23"])
-def test_sglang_makes_batches_without_a_rank(case):
+def test_an_unpublished_sglang_batch_has_no_rank(case):
     dialect = DIALECTS[case["dialect"]]
     events = [event_of(tag, fields, dialect, index) for index, (tag, fields) in enumerate(case["events"])]
 
@@ -125,7 +125,7 @@ ORDINARY = [case for case in MADE if case["name"] in ("plain", "cleared", "no ev
 
 
 @parametrised(ORDINARY)
-def test_an_ordinary_engine_says_what_the_table_has(case):
+def test_ordinary_engine_events_need_no_extra_data(case):
     """Its events have nothing in `extra`, and are written from that alone."""
     dialect = DIALECTS[case["dialect"]]
     decoded = decode(bytes.fromhex(case["published"]["0"]), dialect)
@@ -136,7 +136,7 @@ def test_an_ordinary_engine_says_what_the_table_has(case):
 
 
 @parametrised([case for case in MADE if case["name"] != PAIRS])
-def test_what_the_release_published_is_read_as_what_it_had(case):
+def test_published_bytes_of_a_release_are_read_with_the_recorded_fields(case):
     dialect = DIALECTS[case["dialect"]]
     payload = bytes.fromhex(case["published"]["1"])
     decoded = decode(payload, dialect)
@@ -159,7 +159,7 @@ def test_what_the_release_published_is_read_as_what_it_had(case):
 
 
 @parametrised([case for case in MADE if case["name"] == PAIRS])
-def test_pages_of_bigrams_are_read_named_and_written_again(case):
+def test_pages_of_token_pairs_are_read_and_written_back(case):
     payload = bytes.fromhex(case["published"]["0"])
     decoded = decode(payload, case["dialect"])
 
@@ -184,7 +184,7 @@ VLLM = [
 
 
 @parametrised(VLLM)
-def test_the_engine_of_a_dialect_publishes_what_that_release_does(case):
+def test_the_backend_of_a_dialect_publishes_the_recorded_bytes_of_its_release(case):
     """Names, parents, evictions and what events carry: a manager does what the pool of the release did."""
     dialect, published = DIALECTS[case["dialect"]], []
 
@@ -207,7 +207,7 @@ def test_the_engine_of_a_dialect_publishes_what_that_release_does(case):
     assert case["published"]["0"] == encode(Batch(events, 1700000000.5), dialect).hex()
 
 
-def test_names_of_0_9_are_signed():
+def test_block_hashes_of_vllm_0_9_are_signed():
     manager = create_manager(speaker_of(DIALECTS["vllm-0.9"]), num_blocks=8, block_size=4)
     names = manager.new_request(range(400)).tokens.names
 
@@ -215,7 +215,7 @@ def test_names_of_0_9_are_signed():
     assert min(names) < 0 < max(names) < 2**63
 
 
-def test_loras_cannot_be_served_with_events_before_the_release_that_names_them():
+def test_vllm_0_9_and_0_10_refuse_lora_requests_with_events():
     """`LoRARequest` has no attribute `id`, which the block pool asks for."""
     refused = [(release, case["name"]) for release, case in CASES if "refused" in case]
 
@@ -239,7 +239,7 @@ def has_our_names(case):
 
 
 @parametrised([case for case in SGLANG if has_our_names(case)])
-def test_sglang_names_pages_by_salt_and_adapter(case):
+def test_sglang_page_names_depend_on_salt_and_adapter(case):
     request = case["request"]
     hasher = SglangHasher(dynamo_kv_event_format=case["format"] == "dynamo")
     hasher = hasher.keyed(request.get("extra_key"), request.get("salt"), is_lora="lora" in request)

@@ -63,7 +63,7 @@ def round_of_sockets():
 
 @worth_its_time
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc to count descriptors")
-def test_rounds_on_a_busy_machine_do_not_fail_and_leave_nothing_open(pytestconfig):
+def test_socket_rounds_on_a_busy_machine_succeed_and_leave_nothing_open(pytestconfig):
     rounds = SOAK_ROUNDS if pytestconfig.getoption("--soak") else ROUNDS
     round_of_sockets()
     before = open_now()
@@ -73,7 +73,7 @@ def test_rounds_on_a_busy_machine_do_not_fail_and_leave_nothing_open(pytestconfi
     assert before == open_now()
 
 
-def test_a_plain_pub_that_does_not_wait_loses_what_comes_first():
+def test_a_plain_pub_socket_that_does_not_wait_loses_the_first_message():
     lost = 0
     for _ in range(20):
         context = zmq.Context()
@@ -88,7 +88,7 @@ def test_a_plain_pub_that_does_not_wait_loses_what_comes_first():
     assert lost > 0
 
 
-def test_a_publisher_that_waits_loses_none_there():
+def test_a_publisher_that_waits_for_its_subscriber_loses_no_message():
     for _ in range(20):
         with KvPublisher("vllm-0.33") as publisher, plain_sub(publisher.endpoint) as sub:
             publisher.wait_subscribed(timeout=60)
@@ -98,7 +98,7 @@ def test_a_publisher_that_waits_loses_none_there():
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc to count descriptors")
-def test_close_leaves_no_descriptor_thread_socket_or_file_open(transport):
+def test_close_leaves_no_descriptor_thread_socket_or_file(transport):
     KvPublisher("vllm-0.33").close()
     before = open_now()
     publisher = KvPublisher("vllm-0.33", endpoint=transport, ranks=1 if transport == "ipc" else 2)  # as engines

@@ -28,7 +28,7 @@ def data(sink):
     return [event.data for event in sink.take()]
 
 
-def test_a_registered_chain_is_one_stored_with_its_tokens():
+def test_a_registered_chain_is_published_as_one_stored_with_its_tokens():
     sink = CapturingSink(1337)
     pool = make_pool(4, sink)
     contents = chain(3)
@@ -39,7 +39,7 @@ def test_a_registered_chain_is_one_stored_with_its_tokens():
     assert block_hashes(range(12), 4) == list(event.event.data.tokens_hashes)
 
 
-def test_blocks_that_are_registered_already_publish_nothing():
+def test_blocks_that_are_already_registered_are_not_published_again():
     sink = CapturingSink()
     pool = make_pool(4, sink)
     contents = chain(2)
@@ -70,7 +70,7 @@ LATER = chain(1, 200, parent=7)
         ([A[0], A[0], A[1]], [[A[0], A[1]]]),
     ],
 )
-def test_each_chain_is_one_stored(registered, chains):
+def test_each_registered_chain_is_published_as_one_stored(registered, chains):
     sink = CapturingSink()
     register(make_pool(8, sink), registered)
     assert [stored(each) for each in chains] == data(sink)
@@ -95,7 +95,7 @@ def test_blocks_that_were_never_registered_are_never_removed():
     assert sink.events == []
 
 
-def test_tiers_count_their_events_together():
+def test_the_tiers_of_a_manager_share_one_event_counter():
     sink = CapturingSink()
     manager = make_manager(sink=sink)
     register(manager.device(), chain(1))
@@ -114,7 +114,7 @@ def test_without_a_sink_nothing_is_published():
     assert manager._publisher.next_event_id == 0
 
 
-def test_a_sink_that_fails_costs_its_id_and_its_error_leaves_the_call_when_that_is_complete(caplog):
+def test_a_sink_error_uses_up_the_event_id_and_is_raised_after_the_call(caplog):
     class Sink:
         def __init__(self):
             self.ids = []
@@ -143,7 +143,7 @@ class Refusing(CapturingSink):
         raise OSError(f"event {event.event_id}")
 
 
-def test_an_eviction_is_complete_when_the_error_of_its_sink_leaves_the_allocation():
+def test_an_eviction_is_complete_when_an_allocation_raises_the_sink_error():
     sink = Refusing()
     pool = make_pool(2)
     contents = chain(2)
@@ -155,7 +155,7 @@ def test_an_eviction_is_complete_when_the_error_of_its_sink_leaves_the_allocatio
     assert pool.flush() == 2  # nobody got the blocks
 
 
-def test_all_copies_of_a_flush_are_made_when_the_error_of_their_sink_leaves_it():
+def test_all_copies_of_a_flush_are_made_before_it_raises_the_sink_error():
     sink = Refusing()
     manager = make_manager(device=4, host=2, sink=None)
     contents = chain(4)
@@ -193,7 +193,7 @@ def test_a_sink_that_raises_a_base_exception_loses_no_block():
     assert (pool.total_blocks, pool.available_blocks) == (2, 2)
 
 
-def test_a_router_that_hashes_for_itself_finds_the_blocks():
+def test_a_router_that_hashes_tokens_itself_finds_the_blocks():
     sink = CapturingSink(1337)
     pool = make_pool(4, sink)
     cache(pool, chain(3))
@@ -229,7 +229,7 @@ def make_sink(kv, device=8, host=16):
     return kv.make_sink(chained=True, prefix_closed=False, num_blocks=device, tier_blocks={"host": host})
 
 
-def test_the_stream_is_judged_clean_where_parents_may_go_first(kv):
+def test_the_event_stream_has_no_problem_if_parents_may_be_evicted_first(kv):
     sink = make_sink(kv)
     manager = make_manager(sink=sink)
     traffic(manager)
@@ -240,7 +240,7 @@ def test_the_stream_is_judged_clean_where_parents_may_go_first(kv):
     assert (list(kv.judge().errors), list(kv.judge().warnings)) == ([], [])
 
 
-def test_where_parents_must_not_go_first_the_judge_warns(kv):
+def test_evicting_parents_first_is_a_warning_if_prefixes_must_be_closed(kv):
     manager = make_manager(sink=kv.make_sink(chained=True))
     traffic(manager)
     assert {problem.rule for problem in kv.judge().warnings} == {"orphaned_child"}
@@ -255,7 +255,7 @@ def test_a_router_index_finds_the_blocks_of_both_tiers(kv):
     assert {sink.worker_id: 2} == kv.overlap(range(24), tier="host")
 
 
-def test_a_removal_that_is_published_twice_is_found(kv):
+def test_a_removed_that_is_published_twice_is_reported(kv):
     sink = make_sink(kv)
     pool = make_pool(1, sink)
     cache(pool, [TokenBlock([1, 2, 3, 4])])

@@ -102,7 +102,7 @@ def programs(recording):
 
 
 @pytest.mark.parametrize("number", range(PROGRAMS))
-def test_a_program_gives_the_recorded_results(programs, number):
+def test_each_program_gives_the_recorded_results(programs, number):
     program = programs[number]
     player = Player(program)
     assert [each[1] for each in program["contents"]] == [each.sequence_hash for each in player.contents]

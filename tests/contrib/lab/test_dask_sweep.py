@@ -10,7 +10,7 @@ from pytest_kvmock.fleets import synthetic_trace  # noqa: E402
 TRACES = {"chats": list(synthetic_trace(20, seed=1, input_tokens=(100, 900), output_tokens=(5, 20)))}
 
 
-def test_a_cluster_gives_the_same():
+def test_a_sweep_on_a_dask_cluster_gives_the_same_result():
     backends, routers = ["lineage", "vllm"], ["round_robin", "most_cached"]
     with (
         distributed.LocalCluster(

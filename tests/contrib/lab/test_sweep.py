@@ -70,7 +70,7 @@ def trace(tmp_path):
     return path
 
 
-def test_all_combinations_are_served_in_order():
+def test_a_sweep_runs_all_combinations_in_order():
     found = sweep({"a": SMALL, "b": SMALL[:5]}, ["lineage", "vllm"], ["round_robin", "most_cached"], workers=2)
     named = [(run.trace, run.backend, run.router) for run in found.runs]
     assert named == [(t, b, r) for t in "ab" for b in ("lineage", "vllm") for r in ("round_robin", "most_cached")]
@@ -82,13 +82,13 @@ def test_all_combinations_are_served_in_order():
     assert found.runs[0].text.startswith("Report: RoundRobin on a\n")
 
 
-def test_an_executor_gives_the_same(trace):
+def test_a_sweep_on_an_executor_gives_the_same_result(trace):
     asked = {"backends": ["lineage"], "routers": {"turns": RoundRobin, "dynamo": "dynamo"}, "workers": 2, "limit": 9}
     with ThreadPoolExecutor(2) as pool:
         assert sweep([trace], executor=pool, **asked) == sweep([trace], **asked)
 
 
-def test_a_router_that_fails_midway_leaves_the_others():
+def test_a_router_that_fails_does_not_stop_the_other_runs():
     found = sweep({"a": SMALL}, ["lineage"], [Breaks, "round_robin"], workers=2)
     assert [run.router for run in found.errors] == ["Breaks"]
     assert found.errors[0].error.startswith("RouterError: Breaks.pick() raised ZeroDivisionError('no load') (at ")
@@ -162,7 +162,7 @@ def test_standard_output_has_nothing_but_the_json(trace, capsys):
     assert (run["router"], run["report"]["fleet"]["all"]["requests"]) == ("dynamo", 12)
 
 
-def test_a_trace_is_made_up_by_shape(capsys):
+def test_a_synthetic_trace_with_a_given_shape_is_reproducible(capsys):
     shape = ("--sessions", 6, "--tenants", 2, "--arrival", "poisson:20", "--seed", 4)
     assert replay("synthetic", *shape, "--json", "-") == 0
     first = capsys.readouterr().out
@@ -178,7 +178,7 @@ def pages(directory):
     return found
 
 
-def test_the_page_of_each_run_compares_it_with_all_others(trace, tmp_path, capsys):
+def test_the_page_of_each_run_compares_it_with_all_other_runs(trace, tmp_path, capsys):
     assert (
         replay(trace, "--router", "round_robin", "--html", tmp_path / "one.html", "--json", tmp_path / "one.json") == 0
     )
@@ -207,7 +207,7 @@ def test_the_page_of_each_run_compares_it_with_all_others(trace, tmp_path, capsy
         (("synthetic", "--semantics", "0.1"), "semantics"),
     ],
 )
-def test_an_invalid_command_is_one_line(args, text, capsys):
+def test_an_invalid_replay_command_is_a_one_line_error(args, text, capsys):
     assert replay(*args) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("replay: ")
@@ -215,14 +215,14 @@ def test_an_invalid_command_is_one_line(args, text, capsys):
         raise AssertionError(line)
 
 
-def test_a_line_that_is_not_a_request_is_named(trace, capsys):
+def test_an_invalid_line_of_a_trace_is_named(trace, capsys):
     with trace.open("a") as file:
         file.write("{}\n")
     assert replay(trace) == 1
     assert f"TraceError: {trace}, line 13, field 'input_length': missing" in capsys.readouterr().err
 
 
-def test_a_router_that_fails_is_one_line_and_the_others_are_shown(trace, capsys):
+def test_a_failed_router_is_reported_in_one_line_and_the_other_runs_are_shown(trace, capsys):
     assert replay(trace, "--router", f"{__name__}:Breaks,round_robin") == 1
     shown = capsys.readouterr()
     assert "small  lineage  round_robin" in shown.out
@@ -241,12 +241,12 @@ def test_a_router_that_drifts_is_shown_and_fails_the_sweep(trace, others, capsys
         assert [line[3] for line in table] == ["drift", "load_drift", "-"]
 
 
-def test_a_table_of_routers_that_do_not_drift_has_no_column_for_it(trace, capsys):
+def test_the_table_has_no_drift_column_if_no_router_drifts(trace, capsys):
     assert replay(trace, "--router", "round_robin,least_loaded") == 0
     assert "drift" not in capsys.readouterr().out
 
 
-def test_ctrl_c_prints_what_there_is(trace, capsys):
+def test_ctrl_c_prints_the_completed_runs(trace, capsys):
     assert replay(trace, "--router", f"round_robin,{__name__}:Interrupts,most_cached", "--json", "-") == 130
     shown = capsys.readouterr()
     first, second = json.loads(shown.out)["runs"]
@@ -285,7 +285,7 @@ class Told(RoundRobin):
         self.calls.append((list(workers), gc.get_threshold()[0]))
 
 
-def test_the_routers_of_a_sweep_are_told_which_workers_there_are_in_a_long_run():
+def test_routers_of_a_sweep_are_notified_of_their_workers_inside_the_long_run():
     before = gc.get_threshold()
     found = sweep({"small": SMALL[:3]}, ["lineage"], [Told], workers=3)
     assert [run.error for run in found.runs] == [""]

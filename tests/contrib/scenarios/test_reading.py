@@ -107,7 +107,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)
-def test_a_wrong_file_is_one_error_with_its_place(tmp_path, text, message):
+def test_an_invalid_scenario_file_is_one_error_with_its_place(tmp_path, text, message):
     path = tmp_path / "bad.kv.yaml"
     path.write_text(text)
     with pytest.raises(YamlError) as raised:
@@ -117,7 +117,7 @@ def test_a_wrong_file_is_one_error_with_its_place(tmp_path, text, message):
     assert "\n" not in expected_message
 
 
-def test_steps_alone_are_one_scenario_named_as_the_file(tmp_path):
+def test_a_file_with_only_steps_is_one_scenario_named_after_the_file(tmp_path):
     path = tmp_path / "one.two.kv.yaml"
     path.write_text(STEPS)
     assert [scenario.name for scenario in load_scenarios(path)] == ["one.two"]
@@ -147,14 +147,14 @@ def test_fields_of_a_scenario_override_those_of_the_file(tmp_path):
     assert (c.base, c.profile) == ("small", {})  # another base, so that what the file lays over its own is not meant
 
 
-def test_numbers_are_single_ranges_or_lists_of_both(tmp_path):
+def test_numbers_can_be_single_values_ranges_or_nested_lists(tmp_path):
     path = tmp_path / "x.kv.yaml"
     path.write_text("steps: [{serve: {tokens: [0..2, 7, [9..9, 1]]}}]")
     (scenario,) = load_scenarios(path)
     assert tuple(chain.from_iterable(scenario.steps[0].given["tokens"])) == (0, 1, 2, 7, 9, 1)
 
 
-def test_many_ranges_are_counted_before_they_are_laid_out(tmp_path):
+def test_ranges_are_counted_before_they_are_expanded(tmp_path):
     path = tmp_path / "x.kv.yaml"
     path.write_text(f"steps: [{{serve: {{tokens: [{', '.join(['0..999999'] * 60)}]}}}}]")
     tracemalloc.start()
@@ -165,7 +165,7 @@ def test_many_ranges_are_counted_before_they_are_laid_out(tmp_path):
 
 
 @pytest.mark.parametrize("numbers", ["0..999999", "[0..499999, 0..499999]", "[0..999998, 5]"])
-def test_a_million_numbers_are_taken_and_not_one_more(tmp_path, numbers):
+def test_at_most_a_million_numbers_are_accepted(tmp_path, numbers):
     path = tmp_path / "x.kv.yaml"
     path.write_text(f"steps: [{{serve: {{tokens: {numbers}}}}}]")
     (scenario,) = load_scenarios(path)

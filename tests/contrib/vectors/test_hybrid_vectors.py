@@ -78,19 +78,19 @@ def wrong_answers(home, about, kind, *, exactly=False):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_right_indexes_are_right(home, about, name):
+def test_correct_indexes_answer_all_hybrid_vectors(home, about, name):
     assert wrong_answers(home / name, about[name], Dense) == 0
     assert wrong_answers(home / name, about[name], Exact, exactly=True) == 0
     assert wrong_answers(home / name, about[name], Dense, exactly=True)  # it answers what is held
 
 
 @pytest.mark.parametrize("naive", NAIVE)
-def test_naive_indexes_are_found(home, about, naive):
+def test_naive_indexes_give_wrong_answers(home, about, naive):
     assert wrong_answers(home / FOUND_IN[naive], about[FOUND_IN[naive]], naive)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_an_answer_below_what_is_reused_is_wrong(home, about, name):
+def test_an_answer_below_the_reusable_tokens_is_wrong(home, about, name):
     class Less(Exact):
         def answer(self, tokens):
             return max(super().answer(tokens) - 1, 0)
@@ -99,7 +99,7 @@ def test_an_answer_below_what_is_reused_is_wrong(home, about, name):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_our_index_finds_the_held_blocks_and_engines_reuse_no_more(home, name):
+def test_the_reference_index_finds_the_held_blocks_and_engines_reuse_no_more(home, name):
     index, batches, number = RadixIndex(count_copies=True), lines(home / name / "batches.jsonl"), 0
     for query in lines(home / name / "queries.jsonl"):
         for batch in batches[number : query["after"]]:
@@ -115,7 +115,7 @@ def test_our_index_finds_the_held_blocks_and_engines_reuse_no_more(home, name):
         assert len(query["tokens"]) % SIZE
 
 
-def test_the_index_of_vectors_has_the_traits_that_events_lack(about):
+def test_the_index_file_of_the_vectors_has_the_groups_and_sizes_of_the_engine(about):
     kimi = about["vllm_kimi_k3"]
     assert (kimi["block_size"], kimi["num_blocks"], kimi["hash_unit"], kimi["alignment"]) == (4, 72, 2, 2)
     state = {"kv_cache_spec_kind": "mamba", "block_size": 4}
@@ -125,6 +125,6 @@ def test_the_index_of_vectors_has_the_traits_that_events_lack(about):
     assert {"group_idx": 0, "block_size": 4} | window == about["vllm_gpt_oss"]["groups"][0]
 
 
-def test_only_the_newest_dialect_of_vllm_has_them():
+def test_only_the_newest_vllm_dialect_has_hybrid_vectors():
     assert [name for name, dialect in DIALECTS.items() if hybrid_engines(dialect)] == ["vllm-0.33"]
     assert [*hybrid_engines(DIALECTS["vllm-0.33"])] == SETS

@@ -177,7 +177,7 @@ def folders(vectors, dialect):
 
 @worth_its_time
 @pytest.mark.parametrize("dialect", few(VECTORS, 8))
-def test_the_index_is_right(vectors, dialect):
+def test_the_plain_index_answers_all_vectors(vectors, dialect):
     assert sum(wrong_answers(path.parent, dialect) for path in folders(vectors, dialect).values()) == 0
 
 
@@ -186,12 +186,12 @@ EVERYWHERE = ["parent ignored", "Removed ignored", "Cleared ignored"]
 
 @pytest.mark.parametrize("mutant", EVERYWHERE)
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_the_vectors_ask_for_what_any_index_must_do(vectors, dialect, mutant):
+def test_the_vectors_catch_every_general_mutant(vectors, dialect, mutant):
     assert wrong_answers(vectors / dialect, dialect, mutant) >= 1
 
 
 @pytest.mark.parametrize("dialect", COUNTED)
-def test_an_index_must_count_copies(vectors, dialect):
+def test_the_vectors_catch_an_index_that_does_not_count_copies(vectors, dialect):
     wrong = {
         name: wrong_answers(path.parent, dialect, "copies not counted")
         for name, path in folders(vectors, dialect).items()
@@ -201,20 +201,20 @@ def test_an_index_must_count_copies(vectors, dialect):
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_an_index_must_tell_ranks_apart(vectors, dialect):
+def test_the_vectors_catch_an_index_that_mixes_ranks(vectors, dialect):
     assert wrong_answers(vectors / dialect / "ranks", dialect, "rank ignored") >= 1
 
 
 @pytest.mark.parametrize("kept", few(TRUNCATIONS, 2))
 @pytest.mark.parametrize("what", ["names", "local hashes"])
 @pytest.mark.parametrize("dialect", few(VECTORS, 6))
-def test_an_index_must_compare_all_of_a_hash(vectors, dialect, what, kept):
+def test_the_near_vectors_catch_an_index_that_compares_only_a_part_of_a_hash(vectors, dialect, what, kept):
     assert wrong_answers(vectors / dialect / "near", dialect, f"{what} {kept}") >= 1
 
 
 @pytest.mark.parametrize("what", ["names", "local hashes"])
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_only_hashes_that_agree_in_a_part_show_that_it_does_not(vectors, dialect, what):
+def test_the_plain_vectors_do_not_catch_an_index_that_compares_only_a_part_of_a_hash(vectors, dialect, what):
     assert wrong_answers(vectors / dialect, dialect, f"{what} low63") == 0
 
 
@@ -222,7 +222,7 @@ KEYS = {"lora_name": "adapter ignored", "cache_salt": "salt ignored", "multimoda
 
 
 @pytest.mark.parametrize("dialect", [name for name in VECTORS if DIALECTS[name].is_msgpack])
-def test_an_index_must_tell_apart_what_the_dialect_carries(vectors, dialect):
+def test_the_vectors_catch_an_index_that_ignores_a_prompt_key_of_the_dialect(vectors, dialect):
     about = {each["name"]: each for each in lines_of_index(vectors)}[dialect]
     carried = next((each["keys"] for each in about["sets"] if each["name"] == "keys"), [])
     assert [key for key in carried if not wrong_answers(vectors / dialect / "keys", dialect, KEYS[key])] == []
@@ -233,7 +233,7 @@ def lines_of_index(home):
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_queries_are_unique(vectors, dialect):
+def test_the_queries_of_a_vector_set_are_unique(vectors, dialect):
     for path in folders(vectors, dialect).values():
         asked = [json.dumps(query) for query in lines(path)]
         assert len(set(asked)) == len(asked)
