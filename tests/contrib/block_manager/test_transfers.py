@@ -596,7 +596,7 @@ def test_a_fabric_of_another_type_is_refused():
         manager_in("fabric", 1)
 
 
-def test_block_sets_are_exchanged_only_once(fabric, managers):
+def test_a_second_exchange_of_block_sets_is_harmless(fabric, managers):
     manager_in(fabric, 3)
     fabric.exchange_blocksets()
     fabric.exchange_blocksets()

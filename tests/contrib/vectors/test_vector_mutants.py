@@ -186,7 +186,7 @@ EVERYWHERE = ["parent ignored", "Removed ignored", "Cleared ignored"]
 
 @pytest.mark.parametrize("mutant", EVERYWHERE)
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_the_vectors_catch_every_general_mutant(vectors, dialect, mutant):
+def test_the_vectors_catch_an_index_that_ignores_parents_removed_or_cleared(vectors, dialect, mutant):
     assert wrong_answers(vectors / dialect, dialect, mutant) >= 1
 
 

@@ -32,7 +32,7 @@ def told(report, like):
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("concurrency", [None, 5])
 @pytest.mark.parametrize(("name", "release"), RELEASES)
-def test_a_replay_publishes_like_a_fleet_with_round_robin(name, release, concurrency, count):
+def test_a_replay_equals_a_fleet_with_a_round_robin_router(name, release, concurrency, count):
     serving = engines(name, release, count)
     # In a closed loop over one engine a replay of some releases looks at the clock between passes only, and no fleet
     # does.

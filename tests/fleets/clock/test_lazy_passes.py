@@ -178,7 +178,7 @@ def play(world, steps, way):
 
 @pytest.mark.parametrize("backend", BY_VLLM)
 @pytest.mark.parametrize("seed", seeds(24))
-def test_an_engine_that_skips_passes_serves_like_one_that_runs_each(backend, seed):
+def test_an_engine_that_skips_passes_equals_one_that_runs_each_pass(backend, seed):
     world = World(backend, seed)
     steps = program(world)
     agree(lambda way: play(world, steps, way))
@@ -217,7 +217,7 @@ def replayed(world, requests, way, prefill, decode, **options):
 
 @pytest.mark.parametrize("backend", BY_VLLM)
 @pytest.mark.parametrize("seed", seeds(8))
-def test_several_engines_on_one_clock_agree_pass_by_pass_and_in_one_go(backend, seed):
+def test_engines_on_one_clock_agree_pass_by_pass_and_in_one_go(backend, seed):
     world = World(backend, seed)
     options = {"concurrency": world.rng.choice([None, None, 5]), "stop_ms": world.rng.choice([None, None, 600.0])}
     engines, requests = world.rng.choice([1, 3]), trace(world)
@@ -276,7 +276,7 @@ def test_a_fleet_with_crashes_restarts_and_joins_agrees_pass_by_pass_and_in_one_
 @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 1000])
 @pytest.mark.parametrize("planned", [{}, {2: 7, 64: 9}], ids=["none", "planned"])
 @pytest.mark.parametrize("source", [Random, Letters])
-def test_tokens_that_are_drawn_at_once_are_those_that_are_drawn_one_by_one(source, planned, count):
+def test_tokens_drawn_at_once_equal_tokens_drawn_one_by_one(source, planned, count):
     at_once, one_by_one = (
         EngineRequest(None, None, Prompt((1,)), 1, 2000, rng=source(count), planned=planned) for _ in range(2)
     )

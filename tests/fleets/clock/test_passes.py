@@ -57,7 +57,7 @@ class Decoding(EngineRun):
         self.do(self.passes.end)
 
 
-def test_passes_that_only_decode_are_one_plan():
+def test_consecutive_decode_passes_are_one_plan():
     run = Decoding()
     assert run.next_ms == 130.0
     run.end(130.0)
@@ -66,7 +66,7 @@ def test_passes_that_only_decode_are_one_plan():
 
 
 @pytest.mark.parametrize(("now_ms", "end_ms"), [(51.0, 60.0), (60.0, 60.0)])
-def test_a_request_cuts_a_plan_behind_the_pass_under_way(now_ms, end_ms):
+def test_a_new_request_ends_a_plan_after_the_current_pass(now_ms, end_ms):
     """One that would start at that moment has not begun: it computes the prompt that has come."""
     run = Decoding()
     run.now_ms = now_ms
@@ -78,7 +78,7 @@ def test_a_request_cuts_a_plan_behind_the_pass_under_way(now_ms, end_ms):
     assert other.token_ms == [end_ms + 20.0]  # prefill, and decode of the first
 
 
-def test_a_lost_engine_has_published_only_finished_passes():
+def test_a_lost_engine_has_recorded_only_its_finished_passes():
     run = Decoding()
     run.now_ms = 55.0
     run.passes.lose(run.engine, run.now_ms)

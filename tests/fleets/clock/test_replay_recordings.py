@@ -26,13 +26,13 @@ def test_a_replay_equals_the_recorded_one(case, version, watched):
 
 @pytest.mark.parametrize("backend", ["lru", "multi_lru"])
 @pytest.mark.parametrize(("case", "version"), SMALL)
-def test_without_scarce_blocks_eviction_policies_do_not_matter(case, version, backend):
+def test_with_enough_blocks_every_eviction_policy_gives_the_recorded_replay(case, version, backend):
     if case["id"] != "evict_small_pool":
         check_run(case, version, backend)
 
 
 @pytest.mark.parametrize(("case", "version"), OLDEST)
-def test_hash_cache_equals_the_mocker_that_had_it(case, version):
+def test_hash_cache_equals_the_recorded_mocker_of_its_release(case, version):
     check_run(case, version, "hash_cache", semantics="1.2.1")
 
 

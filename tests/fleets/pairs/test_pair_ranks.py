@@ -63,7 +63,7 @@ def test_a_router_picks_a_rank_of_each_role(way, order):
 
 @each_parameter
 @pytest.mark.parametrize("way", WAYS)
-def test_one_role_may_have_ranks_and_the_other_none(way):
+def test_one_role_can_have_ranks_and_the_other_none(way):
     router = noting(way, [*P_RANKS, (1, 0)])
     made = fleet(router, way, made=ranked(way, 2, 1))
     report = made.run(trace())
@@ -74,7 +74,7 @@ def test_one_role_may_have_ranks_and_the_other_none(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_that_comes_again_hits_at_its_rank(way):
+def test_a_repeated_prompt_hits_at_its_rank(way):
     router = noting(way, kind=Carries)
     report = fleet(router, way, made=ranked(way)).run([FleetRequest(PROMPT, 4), FleetRequest(PROMPT, 4, 2000.0)])
     assert [pick.overlap for pick in report.picks if pick.phase == "prefill"] == [0, 10]
@@ -91,7 +91,7 @@ def test_a_lease_names_the_side_channel_of_its_rank():
     assert len(report.completed) == 1
 
 
-def test_a_room_says_the_rank_that_has_it():
+def test_the_number_of_a_room_encodes_the_picked_rank():
     # 5.2: moved so that its remainder is the picked rank.
     report, given, made = carried("sglang")
     assert given["bootstrap_room"] % 2 == 1
@@ -126,7 +126,7 @@ def test_a_decode_leg_at_a_rank_that_does_not_exist_fails_at_once():
     assert held(made) == []
 
 
-def test_a_transfer_that_is_asked_of_another_rank_waits_for_its_timeout():
+def test_a_transfer_requested_from_the_wrong_rank_waits_for_its_timeout():
     report, _, made = carried("vllm-mooncake", lambda parameters: parameters.changed(remote_engine_id="prefill-0_dp0"))
     assert [each.status for each in report.requests] == ["failed"]
     assert report.requests[0].ended_ms == pytest.approx(480_000, abs=1000)
@@ -137,7 +137,7 @@ def test_a_transfer_that_is_asked_of_another_rank_waits_for_its_timeout():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_restart_leave_and_join_together(way):
+def test_all_ranks_of_a_worker_restart_leave_and_join_together(way):
     router = noting(way)
     made = fleet(router, way, made=ranked(way))
     made.at(100.0).restart(0)
@@ -155,7 +155,7 @@ def test_ranks_restart_leave_and_join_together(way):
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-def test_whatever_happens_to_ranks_nothing_is_left_and_no_belief_is_wrong(seed):
+def test_random_incidents_of_ranks_leave_no_block_held_and_no_wrong_belief(seed):
     rng = Random(seed)
     way, order = rng.choice(WAYS), rng.choice(ORDERS)
     p, d = rng.choice([(1, 2), (2, 1), (2, 2), (3, 2)])
@@ -196,7 +196,7 @@ def test_whatever_happens_to_ranks_nothing_is_left_and_no_belief_is_wrong(seed):
         ),
     ],
 )
-def test_workers_whose_ranks_cannot_be_are_refused(made, why):
+def test_workers_with_invalid_ranks_are_refused(made, why):
     with pytest.raises(ValueError, match=why):
         Fleet(made())
 
@@ -209,14 +209,14 @@ def test_workers_whose_ranks_cannot_be_are_refused(made, why):
         ({}, "needs role='prefill' or 'decode', or engine="),
     ],
 )
-def test_a_join_that_cannot_be_is_refused(options, why):
+def test_an_invalid_join_is_refused(options, why):
     made = fleet(made=ranked())
     with pytest.raises(ValueError, match=why):
         made.at(5).join(**options)
     assert [*made.engines] == [*P_RANKS, *D_RANKS]
 
 
-def test_a_role_is_of_pairs_alone_and_names_that_of_an_engine():
+def test_a_join_with_a_role_and_an_engine_of_another_role_is_refused():
     with pytest.raises(ValueError, match=r"join: role='prefill' and an engine of worker_type='decode'; leave one out"):
         fleet().at(5).join(engine=engine_of("decode"), role="prefill")
 
@@ -228,6 +228,6 @@ def test_a_role_is_of_pairs_alone_and_names_that_of_an_engine():
         ({"disagg_prefill_dp_rank": "1"}, r"hand_over\(\): disagg_prefill_dp_rank must be an integer of at least 0"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused(fields, why):
+def test_invalid_ranks_in_hand_over_parameters_are_refused(fields, why):
     with pytest.raises(RouterError, match=why):
         carried("sglang", lambda parameters: parameters.changed(**fields))
