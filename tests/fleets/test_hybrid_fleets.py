@@ -11,7 +11,7 @@ from pytest_kvmock.fleets import DynamoRouter, TraceRequest
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
 
-def test_a_report_says_which_cache_lacked_what_was_promised_and_not_found():
+def test_a_report_names_the_cache_group_that_lacked_promised_blocks():
     """Three prompts share a beginning: of the second, the window is gone there; of plain engines nothing lacks."""
     trace = [TraceRequest(1000.0 * n, 49 * 4, 1, (*range(32), *range(100 * n, 100 * n + 17))) for n in (1, 2, 3)]
     for backend, window in (
@@ -29,7 +29,7 @@ def test_a_report_says_which_cache_lacked_what_was_promised_and_not_found():
     assert "lacked" not in str(report)
 
 
-def test_a_trace_of_hashes_has_tokens_before_engines_that_need_them():
+def test_a_trace_of_hashes_becomes_tokens_for_engines_that_need_them():
     """Gemma 4 hashes less than a block at a time: each id of the trace is a block of tokens of its own."""
     with RouterHarness(EngineProfile(4, 600), "vllm_gemma4") as kv:
         report = kv.fleet(DynamoRouter()).run([TraceRequest(1000.0 * n, 38, 3, (*range(9), n)) for n in (20, 30)])
@@ -49,7 +49,7 @@ def requests(rng, size):
 
 
 @pytest.mark.parametrize("backend", HYBRID)
-def test_a_right_router_before_eight_hybrid_engines_raises_no_alarm(backend):
+def test_a_correct_router_over_eight_hybrid_engines_reports_no_problem(backend):
     size = 64 if backend == "vllm_deepseek_v4" else 4
     for seed in range(examples(2)):
         rng = Random(f"{backend} {seed}")

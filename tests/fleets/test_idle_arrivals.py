@@ -20,7 +20,7 @@ class LateForTheFirst(RoundRobin):
         return super().pick(request, candidates)
 
 
-def test_an_arrival_in_an_idle_fleet_has_those_before_it_asked_for_again():
+def test_an_arrival_in_an_idle_fleet_offers_waiting_requests_again():
     router = LateForTheFirst()
     fleet = Fleet([MockEngine(MockEngineArgs(num_gpu_blocks=96, block_size=4))], router)
     report = fleet.run([TraceRequest(0.0, 12, 4, (1, 2, 3)), TraceRequest(500.0, 12, 4, (4, 5, 6))])

@@ -25,11 +25,11 @@ def wrong(setting, seed):
 
 @worth_its_time
 @pytest.mark.parametrize("setting", few(SETTINGS, 2))
-def test_right_routers_fail_nothing_that_they_must_not(setting):
+def test_correct_routers_pass_every_check_in_a_few_settings(setting):
     assert wrong(setting, seed=0) == []
 
 
-def test_right_routers_fail_nothing_in_any_setting(pytestconfig):
+def test_correct_routers_pass_every_check_in_all_settings(pytestconfig):
     if not pytestconfig.getoption("--all-routers"):
         pytest.skip("half an hour: run it with --all-routers")
     found = Counter()

@@ -52,7 +52,7 @@ def fleet_of(case, version, router, **options):
 @pytest.mark.parametrize(
     "case", few([pytest.param(case, id=f"{case['version']}-{case['scheduler']}-{case['seed']}") for case in PICKS], 40)
 )
-def test_every_candidate_has_its_cost_in_the_original(case, plans):
+def test_every_candidate_has_the_recorded_cost(case, plans):
     version = case["version"]
     router = Follower(case["picks"], version, **case["router"])
     requests = [
