@@ -74,7 +74,7 @@ def test_a_turn_waits_for_the_previous_turn_of_its_session(expected, second, spe
     assert played(arrivals(turns, speedup=speedup), 100) == [(1, 0), (2, expected)]
 
 
-def test_a_timestamp_is_compared_with_the_last_timestamp_of_the_session():
+def test_the_gap_of_a_timestamp_counts_from_the_last_turn_with_a_timestamp():
     turns = [turn(1, 10, "a"), turn(2, session="a", delay=5), turn(3, 40, "a")]
     assert played(arrivals(turns), 100) == [(1, 0), (2, 105), (3, 235)]
 

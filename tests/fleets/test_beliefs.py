@@ -203,7 +203,7 @@ def test_requests_left_open_by_stop_ms_are_no_wrong_belief():
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_a_router_need_not_know_blocks_stored_before_it_received_events(when):
+def test_a_router_need_not_know_blocks_stored_outside_its_runs(when):
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
     fleet = world.fleet(RightRouter(range(3)))
     if when == "between":
@@ -315,7 +315,7 @@ def test_a_wrong_load_names_the_hook_since_which_it_differs():
     assert belief.expected == "9 prefill tokens, 17 blocks, 3 requests"
 
 
-def test_a_wrong_load_names_a_hook_that_the_router_lacks():
+def test_a_wrong_belief_names_a_hook_that_the_router_lacks():
     class Deaf(RightRouter):
         worker_added = None
 
