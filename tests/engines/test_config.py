@@ -206,7 +206,7 @@ def test_hybrid_models_and_draft_models_of_vllm_accept_a_host(backend):
 @pytest.mark.parametrize(
     "backend", [*BACKENDS, BackendSpec.of_policy("mine", lambda num_blocks: LruPolicy(), models="-")]
 )
-def test_none_means_no_tiers_over_every_backend(backend):
+def test_tiers_none_means_no_tiers_over_every_backend(backend):
     assert None is getattr(create_manager(backend, num_blocks=4, tiers=None), "offload", None)
     variant = backend_spec(backend).variant("other", tiers=None)
     assert None is getattr(create_manager(variant, num_blocks=4, tiers=None), "offload", None)
@@ -214,7 +214,7 @@ def test_none_means_no_tiers_over_every_backend(backend):
     assert None is kv.worker(0).tiers
 
 
-def test_a_custom_policy_takes_no_tiers():
+def test_a_custom_policy_refuses_tiers():
     spec = BackendSpec.of_policy("mine", lambda num_blocks: LruPolicy(), models="none")
     with pytest.raises(ValueError, match="backend 'mine' takes no tiers"):
         create_manager(spec, num_blocks=4, tiers={"host": 10})

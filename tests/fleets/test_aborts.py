@@ -146,7 +146,7 @@ def test_an_abort_drops_the_last_token_of_the_current_pass():
     assert (report.requests[0].status, report.requests[0].generated_tokens, report.aborted) == ("aborted", 0, 1)
 
 
-def test_an_abort_after_n_tokens_lets_n_tokens_out():
+def test_abort_after_tokens_aborts_a_request_after_n_tokens():
     router = Told()
     report = Fleet(engines(), router).run(requests(_0={"abort_after_tokens": 1}, _3={"abort_after_tokens": 7}))
     assert [report.requests[at].generated_tokens for at in (0, 3)] == [1, 7]
@@ -182,7 +182,7 @@ def test_a_withdrawn_request_is_no_longer_offered_to_next_waiting():
     assert after == [[3]] * len(after) != []
 
 
-def test_the_request_after_an_aborted_one_is_picked_even_if_nothing_runs():
+def test_a_request_behind_an_aborted_one_is_picked_even_if_nothing_runs():
     class Never(Told):
         def pick(self, request, candidates):
             return None if request.number == 0 else super().pick(request, candidates)
@@ -331,7 +331,7 @@ def test_retry_after_ms_submits_a_new_request_after_an_abort(concurrency):
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def test_an_aborted_request_counts_at_its_worker_and_not_as_completed():
+def test_an_aborted_request_counts_for_its_worker_but_not_as_completed():
     rows = requests(8, _1={"abort_after_tokens": 2}, _5={"abort_after_ms": 1})
     report = Fleet(engines(), Told(), slo=Objectives(ttft_ms=1e6)).run(rows)
     assert (

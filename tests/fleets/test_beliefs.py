@@ -231,7 +231,7 @@ BUGS = [
 
 @pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize(("bug", "setting", "rule"), BUGS, ids=[bug.__name__ for bug, *_ in BUGS])
-def test_a_planted_bug_is_found_at_the_first_wrong_belief(bug, setting, rule, seed):
+def test_a_planted_bug_is_reported_at_the_first_wrong_belief(bug, setting, rule, seed):
     report = bare(bug, setting, seed)
     assert rule == report.beliefs[0].rule
     with pytest.raises(AssertionError, match=rule):
@@ -422,7 +422,7 @@ def test_a_router_without_beliefs_is_not_asked():
     ],
     ids=map(str, range(10)),
 )
-def test_beliefs_of_a_wrong_shape_are_reported(method, answer, shape):
+def test_beliefs_with_an_invalid_structure_are_reported(method, answer, shape):
     class Wrong(RightRouter):
         pass
 

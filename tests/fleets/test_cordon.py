@@ -304,7 +304,7 @@ def test_an_uncordoned_worker_must_be_known_once_it_was_a_candidate():
     assert (belief.rule, belief.worker, belief.ms) == ("worker_drift", 1, 60)
 
 
-def test_wrong_beliefs_about_a_cordoned_worker_are_found():
+def test_wrong_beliefs_about_a_cordoned_worker_are_reported():
     class Forgetting(RightRouter):
         """Takes a worker that is no candidate for one that is gone."""
 
@@ -373,7 +373,7 @@ def test_a_page_and_the_report_show_a_cordon():
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "hash_cache"])
-def test_a_harness_judges_a_fleet_with_cordons(backend):
+def test_a_harness_checks_a_fleet_with_cordons(backend):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=3), backend) as harness:
         fleet = harness.fleet(RightRouter(range(3), copies=backend == "vllm"), event_delay_ms=15)
         fleet.at(25).cordon(1)

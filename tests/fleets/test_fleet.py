@@ -135,7 +135,7 @@ def test_hooks_are_called_in_order_and_a_single_token_has_no_first_token_hook():
     assert {number: [call for call in router.calls if call[1] == number] for number in (0, 1)} == expected
 
 
-def test_all_methods_are_given_the_same_request():
+def test_all_router_methods_receive_the_same_request_object():
     seen = []
 
     class Router(Listening):
@@ -205,7 +205,7 @@ def test_waiting_requests_are_picked_again_in_order():
     assert all(pick.waited_ms > 0 for pick in report.picks[1:])
 
 
-def test_the_router_chooses_the_next_request():
+def test_next_waiting_chooses_the_next_request():
     class LastFirst(Holding):
         def next_waiting(self, requests):
             return requests[-1]
@@ -345,12 +345,12 @@ def test_a_hook_that_raises_is_named_in_the_error():
         (lambda: DynamoRouter(router_queue_policy="last"), ValueError, "router_queue_policy"),
     ],
 )
-def test_bad_input_is_refused(make, error, text):
+def test_invalid_arguments_of_a_fleet_are_refused(make, error, text):
     with pytest.raises(error, match=text):
         make()
 
 
-def test_tokens_and_adapters_reach_the_router():
+def test_the_router_sees_tokens_and_adapters_of_a_request():
     tokens = tuple(range(12))
     seen = []
 

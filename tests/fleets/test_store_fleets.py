@@ -29,7 +29,7 @@ def test_a_load_from_the_host_ends_in_an_otherwise_idle_fleet():
     assert [each.first_reused_tokens for each in report.run.requests] == [0, 112]
 
 
-def test_the_index_of_a_fleet_credits_a_store_to_its_workers():
+def test_the_index_of_a_fleet_attributes_a_store_to_its_workers():
     fleet = fleet_of()
     serve(fleet, 1)
     fleet.run(asked()[:1])
@@ -38,7 +38,7 @@ def test_the_index_of_a_fleet_credits_a_store_to_its_workers():
     assert {key[0] for key in found[DISK]} <= {0, 1}
 
 
-def test_a_folder_outlives_its_workers():
+def test_a_store_folder_outlives_its_workers():
     router = OfOwners()
     fleet = fleet_of(router)
     serve(fleet, 0)

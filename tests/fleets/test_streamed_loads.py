@@ -86,7 +86,7 @@ def test_a_feed_can_skip_numbers_and_shorten_messages():
     assert second.stat == LoadStat(0, 0, 0, 1600)
 
 
-def test_a_worker_that_restarts_begins_with_number_0():
+def test_a_restarted_worker_numbers_its_readings_from_0():
     router, fleet_engines = Watching(), engines()
     fleet = Fleet(fleet_engines, router, loads="stream")
     fleet.at(2500.0).restart(1)

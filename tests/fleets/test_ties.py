@@ -51,7 +51,7 @@ def test_each_of_two_workers_must_get_three_of_sixteen_ties():
     )
 
 
-def test_workers_with_too_many_are_named_before_those_with_too_few():
+def test_workers_with_too_many_ties_are_named_before_those_with_too_few():
     picked(*[0] * 20, 1, 1, 1, 2, 2, 2).assert_ties_shared(Costs(1, 1, 1))  # 20 is 2.3 times 8.67
     with pytest.raises(
         AssertionError, match=r"^worker 0 had 24 of .* its due was 8; .* \(0: 24 of 8, 1: 0 of 8, 2: 0 of 8\)$"
@@ -110,6 +110,6 @@ def test_correct_routers_share_ties(router, workers, seed):
     report_of(made, 120, workers, record=True).assert_ties_shared(DynamoRouter())
 
 
-def test_a_router_that_takes_the_first_of_equals_does_not_share_ties():
+def test_a_router_that_picks_the_first_of_equal_workers_does_not_share_ties():
     with pytest.raises(AssertionError, match=r"^worker 0 had 120 of the picks .* by DynamoRouter, and its due was 30"):
         report_of(DynamoRouter(tie="first"), 120, 4, record=True).assert_ties_shared(DynamoRouter())

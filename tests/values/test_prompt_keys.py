@@ -86,7 +86,7 @@ def test_a_prompt_without_keys_is_unchanged():
     )
 
 
-def test_the_continuation_of_a_prompt_carries_the_same_keys():
+def test_the_continuation_of_a_prompt_has_the_same_keys():
     prompt = Prompt([1, 2], lora_name="a", session_id="x")
     longer = prompt.followed_by([3], session_id="y")
     assert ((1, 2, 3), PromptKeys("a", session_id="y")) == (longer.tokens, longer.keys)

@@ -64,7 +64,7 @@ def test_a_yaml_scalar_has_the_expected_value_and_type(text, expected):
     assert type(expected) is type(value)
 
 
-def test_a_document_becomes_plain_values():
+def test_a_yaml_document_becomes_plain_values():
     text = "a: {b: [1, two, {c: null}]}\nd:\n  - - 3\n  -\n'<<': x\n"
 
     assert plain(parse_yaml(text, "f")) == {"a": {"b": [1, "two", {"c": None}]}, "d": [[3], None], "<<": "x"}

@@ -107,7 +107,7 @@ READ = [
 
 @pytest.mark.parametrize(("dialect", "changes", "data"), READ)
 @pytest.mark.parametrize("careful", [False, True])
-def test_sparse_stored_and_locations_are_recognised(dialect, changes, data, careful):
+def test_sparse_stored_and_locations_are_recognised_in_a_payload(dialect, changes, data, careful):
     event = stored(**changes)
     before = payload([event], dialect)
     if careful:  # a field that is unknown has each event looked at by itself

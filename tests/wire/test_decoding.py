@@ -297,7 +297,7 @@ def test_a_length_larger_than_the_payload_is_reported_as_truncated():
         assert decode(b"\x93\x01\x91" + head, ARRAY).defects == ["truncated"]
 
 
-def test_a_payload_that_is_too_large_is_not_read():
+def test_a_payload_above_most_bytes_is_not_decoded():
     payload = pack([1.5, [array()], 0])
     limit = len(payload)
 
@@ -333,7 +333,7 @@ def test_every_defect_has_an_explanation_and_a_test_case():
     assert {*WireDefect} == rows
 
 
-def test_a_problem_is_one_line():
+def test_the_text_of_a_wire_problem_is_one_line():
     problem = decode(around(MAP, as_map(block_size=0)), MAP).problems[0]
 
     assert str(problem) == "bad_block_size: event 1, block_size: expected an integer of at least 1, got 0"
@@ -374,7 +374,7 @@ def test_a_missing_field_that_ordinary_engines_write_is_none_in_extra():
     assert extra == {"group_idx": None, "medium": None}
 
 
-def test_blocks_of_an_adapter_have_the_local_hashes_of_the_adapter():
+def test_blocks_of_an_adapter_have_local_hashes_with_the_adapter():
     (event,) = decode(pack([1.0, [as_map(lora_name="adapter")], 0]), MAP).events
 
     assert tuple(block_hashes(range(8), 4, lora_name="adapter")) == event.event.data.tokens_hashes
@@ -413,7 +413,7 @@ def test_token_pairs_in_a_vllm_dialect_are_reported():
 AHEAD = "vllm-0.33"
 
 
-def test_blocks_whose_names_look_ahead_have_hashes_of_windows():
+def test_blocks_with_look_ahead_tokens_have_hashes_of_windows():
     decoded = decode(pack([1.0, [as_map(lookahead_token_ids=[[4, 5], [8, 9]])], 0]), AHEAD)
 
     assert decoded.problems == []
@@ -443,7 +443,7 @@ def test_invalid_look_ahead_tokens_are_reported_and_the_blocks_are_hashed_withou
     assert (tuple(block_hashes(range(8), 4)), None) == (event.event.data.tokens_hashes, event.extra)
 
 
-def test_pairs_that_do_not_form_a_chain_are_left_out():
+def test_an_event_whose_token_pairs_do_not_form_a_chain_is_dropped():
     decoded = decode(around(SIGNED, array(3, [[1, 2]] * 8)[:7]), SIGNED)
 
     assert [(problem.name, problem.is_kept) for problem in decoded.problems] == [("eagle_pairs", False)]
@@ -476,7 +476,7 @@ def test_decoded_events_have_the_given_worker_rank_and_first_event_id():
     ]
 
 
-def test_the_rank_of_the_batch_overrides_the_one_that_is_passed():
+def test_the_rank_of_a_batch_overrides_the_given_rank():
     (event,) = decode(pack([1.0, [array()], 5]), ARRAY, dp_rank=2).events
 
     assert event.event.dp_rank == 5
@@ -655,7 +655,7 @@ def test_a_payload_with_replaced_values_is_read_without_an_exception(data, name)
 
 
 @pytest.mark.parametrize("name", MSGPACK)
-def test_the_careful_reader_reads_what_msgspec_reads(name):
+def test_the_careful_reader_gives_the_same_events_as_msgspec(name):
     for batch, payload in zip(examples(name), payloads(name), strict=True):
         decoded = decode(payload, name)
         assert decoded.problems == []

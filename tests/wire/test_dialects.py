@@ -27,7 +27,7 @@ def test_all_recorded_dialects_are_replayed(recording):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_bytes_are_those_that_the_real_engine_writes(recording, name):
+def test_encoded_bytes_equal_those_of_the_recorded_engine(recording, name):
     assert recording("wire_dialects.json")[name]["hex"] == encode(recorded_batch(name), name).hex()
 
 
@@ -86,7 +86,7 @@ def test_an_array_appends_its_new_fields_to_those_of_the_previous_release(name, 
     assert [*names(before, "removed"), *of_removed] == names(name, "removed")
 
 
-def test_the_first_release_has_five_fields():
+def test_a_stored_of_the_first_vllm_release_has_five_fields():
     events, rank = plain("vllm-0.9")
     hashes = [15760518052499183552, 2]
 
@@ -223,7 +223,7 @@ def test_a_variant_for_another_backend_does_not_keep_the_version():
     ) == ("vllm_0_19", "0.23.0")
 
 
-def test_a_dialect_may_have_its_fields_in_any_order():
+def test_a_dialect_can_have_its_fields_in_any_order():
     fields = {field.name: field for field in DIALECTS["vllm-0.19"].stored}
     order = ["lora_id", "token_ids", "block_size", "parent_block_hash", "medium", "block_hashes"]
     media = DIALECTS["vllm-0.19"].media
@@ -245,7 +245,7 @@ def test_find_dialect_accepts_a_name_or_a_dialect():
     ("name", "hint"),
     [("vllm-0.34", "; did you mean 'vllm-0.33' or 'vllm-0.24' or 'vllm-0.23'? "), (7, "; "), (None, "; ")],
 )
-def test_an_unknown_dialect_is_answered_with_the_nearest(name, hint):
+def test_an_unknown_dialect_is_refused_with_the_nearest_names(name, hint):
     known = ", ".join(DIALECTS)
     for call in (lambda: find_dialect(name), lambda: decode(b"", name), lambda: encode(Batch([]), name)):
         with pytest.raises(ValueError) as error:
@@ -392,7 +392,7 @@ def test_a_wire_field_accepts_default_values_of_its_type(kind, default, ordinary
 
 
 @pytest.mark.parametrize("dialects", [5, {"mine": 5}, ["mine"]])
-def test_a_value_that_is_not_a_mapping_to_dialects_is_not_registered(dialects):
+def test_registering_a_value_that_is_not_a_mapping_to_dialects_is_refused(dialects):
     known = [*known_dialects()]
     with pytest.raises(TypeError, match=r"^dialects must map names to Dialects, got "), registered_dialects(dialects):
         pass
@@ -419,7 +419,7 @@ def test_dynamo_dialects_write_one_json_event_per_line():
     ).events
 
 
-def test_every_dialect_in_msgpack_reads_its_output():
+def test_every_msgpack_dialect_decodes_its_own_output():
     for name in MSGPACK:
         if DIALECTS[name].hashes != "bytes":
             batch = Batch([stored((5, 6), 4, rank=2), removed(event_id=1, rank=2), cleared(event_id=2, rank=2)], 5.0)

@@ -99,7 +99,7 @@ def test_extra_data_without_a_field_in_the_dialect_is_not_written():
     assert unpack(encode(Batch([event]), "sglang-0.5.20"))[1][0]["cache_salt"] == "s"
 
 
-def test_pairs_of_eagle_are_written_as_they_were_read():
+def test_eagle_token_pairs_are_written_back_unchanged():
     pairs = [[i, i + 1] for i in range(8)]
     payload = msgspec.msgpack.encode([1.0, [["BlockStored", [1, 2], None, pairs, 4, None, "GPU"]], None])
     events = decode(payload, "sglang-0.5.9").events
@@ -142,7 +142,7 @@ def test_look_ahead_tokens_are_written_by_dialects_with_that_field(name):
     assert unpack(encode(Batch([stored(extra=extra)]), name))[1][0]["lookahead_token_ids"] == [[4], [8]]
 
 
-def test_the_rank_of_a_batch_is_that_of_its_events():
+def test_a_batch_has_the_rank_of_its_events():
     assert unpack(encode(Batch([stored(rank=2), cleared(rank=2)]), "vllm-0.33"))[2] == 2
     assert unpack(encode(Batch([], dp_rank=5), "vllm-0.33"))[2] == 5
     assert unpack(encode(Batch([]), "vllm-0.33"))[2] == 0
@@ -240,7 +240,7 @@ def test_values_that_msgpack_cannot_encode_are_refused():
         encode(Batch([stored()], timestamp="now"), "vllm-0.33")
 
 
-def test_prompts_of_hashes_cannot_be_written_where_token_ids_are_carried():
+def test_prompts_of_hashes_are_refused_by_dialects_that_carry_token_ids():
     with RouterHarness(backend="vllm") as kv:
         kv.worker(0).serve(Prompt(hashes=[1, 2, 3]))
         published = [entry.event for entry in kv.events]
@@ -301,7 +301,7 @@ def test_xxhash_digests_have_16_bytes():
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if "vllm" not in name])
-def test_a_backend_without_digests_refuses_the_form(backend):
+def test_a_backend_without_digests_is_refused_for_dialects_of_digests(backend):
     have = "its engine publishes numbers; vllm and vllm_0_19 have"
     message = f"backend '{backend}' has no digests to write as bytes: {have}"
     with pytest.raises(EncodeError) as error:
@@ -373,7 +373,7 @@ for call in (lambda: encode(Batch([]), "vllm-0.33"), lambda: decode(b"", "sglang
 """
 
 
-def test_without_msgspec_one_line_says_how_to_install_it():
+def test_without_msgspec_a_one_line_error_says_how_to_install_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
 
     line = "dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"  # noqa: E501

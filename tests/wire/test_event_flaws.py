@@ -105,12 +105,12 @@ def test_a_value_that_is_not_a_batch_of_events_raises_a_type_error(events, messa
 
 
 @pytest.mark.parametrize("time", [0, 5, -1, 2**80, 1.5, 0.0])
-def test_a_finite_number_is_a_timestamp(time):
+def test_a_finite_number_is_a_valid_timestamp(time):
     check_timestamp(time, "vllm-0.33")
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -float("inf"), True, None, "5"])
-def test_a_value_that_is_not_a_finite_number_is_not_a_timestamp(time):
+def test_a_value_that_is_not_a_finite_number_is_an_invalid_timestamp(time):
     with pytest.raises(EncodeError) as raised:
         check_timestamp(time, "vllm-0.33")
     expected = (

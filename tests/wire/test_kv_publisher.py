@@ -122,7 +122,7 @@ def test_small_block_ids_are_mapped_one_to_one_to_64_bit_hashes(dialect):
     assert all(width + wire_hash(block).to_bytes(8, "big") in payloads[0] for block in (0, 1))
 
 
-def test_a_block_hash_of_more_than_64_bits_is_refused_next_to_a_small_one_too(publisher):
+def test_a_block_hash_of_more_than_64_bits_is_refused_even_next_to_a_small_one(publisher):
     for block in (2**64, -(2**63) - 1):
         with pytest.raises(EncodeError, match=r"block hash -?(0x)?\w+ has more than 64 bits$"):
             publisher.publish(removed(5, block))
@@ -144,7 +144,7 @@ RESTARTS = {
 
 
 @pytest.mark.parametrize("restart", RESTARTS)
-def test_a_worker_that_restarts_restarts_its_publisher(restart):
+def test_restarting_a_worker_restarts_its_publisher(restart):
     harness = RouterHarness(backend="vllm")
     with KvPublisher("vllm-0.33") as publisher, KvPublisher("vllm-0.33") as other:
         for worker, of_worker in enumerate((publisher, other)):
@@ -158,7 +158,7 @@ def test_a_worker_that_restarts_restarts_its_publisher(restart):
         assert [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]] == [0]
 
 
-def test_a_rank_that_restarts_restarts_its_rank_of_the_publisher():
+def test_restarting_a_rank_restarts_only_that_rank_of_the_publisher():
     harness = RouterHarness(EngineProfile(dp_size=2), backend="vllm")
     with KvPublisher("vllm-0.33", ranks=2) as publisher:
         harness.add_sink(publisher, worker_id=0)
@@ -200,7 +200,7 @@ def test_a_timeout_notes_a_restart_of_the_publisher_without_its_worker(publisher
     assert line not in str(caught.value)
 
 
-def test_a_timeout_after_a_restart_notes_that_numbers_began_again(publisher):
+def test_a_timeout_after_a_restart_notes_that_batch_numbers_restarted(publisher):
     began_anew = "rank 0 restarted: its numbers begin with 0 again; batches 0 to 1 went before that, and no replay has them any more"  # noqa: E501
     publish_chain(publisher, 2)
     assert began_anew not in why(publisher)
@@ -319,7 +319,7 @@ def test_a_replay_is_framed_as_the_engine_frames_it(dialect, topic):
     assert [(replay.start, replay.sent) for replay in publisher.replays] == [(2, (2, 3))]
 
 
-def test_a_replay_from_a_dropped_batch_has_the_later_ones_and_no_error():
+def test_a_replay_from_a_dropped_batch_sends_the_later_batches_without_an_error():
     # vLLM's own test: a buffer of 100, 110 batches: 10 to 109.
     with KvPublisher("vllm-0.24", buffer_steps=100) as publisher:
         publish_chain(publisher, 110)
@@ -327,11 +327,11 @@ def test_a_replay_from_a_dropped_batch_has_the_later_ones_and_no_error():
     assert [*range(10, 110)] == [int.from_bytes(reply[1], "big") for reply in batches]
 
 
-def test_a_replay_from_a_future_batch_is_an_end_marker(publisher):
+def test_a_replay_from_a_future_batch_is_only_an_end_marker(publisher):
     assert len(replayed(publisher.replay_endpoint, 10)) == 1
 
 
-def test_a_request_with_other_frames_is_noted_and_not_answered(publisher):
+def test_a_malformed_replay_request_is_recorded_and_not_answered(publisher):
     publish_chain(publisher, 1)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -527,7 +527,7 @@ def test_a_replay_request_in_little_endian_is_explained(publisher):
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_an_injected_loss_without_a_replay_request_is_explained(replay):
+def test_a_timeout_notes_an_injected_loss_without_a_replay_request(replay):
     with KvPublisher("vllm-0.33", replay=replay) as publisher:
         publisher.faults.double()
         publisher.faults.lose(2)
@@ -667,7 +667,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("endpoint", WRONG)
-def test_an_endpoint_that_cannot_be_used_is_refused(endpoint):
+def test_an_unusable_endpoint_is_refused(endpoint):
     with pytest.raises(EndpointError) as caught:
         KvPublisher("vllm-0.24", endpoint=endpoint)
     assert WRONG[endpoint] == str(caught.value)
@@ -795,7 +795,7 @@ def test_a_payload_that_is_not_bytes_is_refused(publisher, payload):
     assert publisher.batches() == 0
 
 
-def test_an_unknown_dialect_is_answered_with_the_nearest():
+def test_an_unknown_dialect_is_refused_with_the_nearest_names():
     with pytest.raises(ValueError, match=r"unknown dialect 'vllm-0\.34'; did you mean 'vllm-0\.33'"):
         KvPublisher("vllm-0.34")
 
@@ -808,7 +808,7 @@ def test_a_dialect_without_zmq_is_refused():
 
 
 @pytest.mark.parametrize("name", ["ranks", "buffer_steps", "hwm"])
-def test_numbers_out_of_range_are_refused(name):
+def test_publisher_options_out_of_range_are_refused(name):
     with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got 0$"):
         KvPublisher("vllm-0.24", **{name: 0})
 
@@ -826,7 +826,7 @@ def test_numbers_out_of_range_are_refused(name):
         ({"topic": b"kv"}, ValueError, "topic must be a string, got b'kv'"),
     ],
 )
-def test_options_of_another_type_are_refused(option, error, message):
+def test_publisher_options_of_the_wrong_type_are_refused(option, error, message):
     with pytest.raises(error) as caught:
         KvPublisher("vllm-0.33", **option)
     assert str(caught.value) == message
@@ -905,7 +905,7 @@ def test_closing_a_publisher_while_a_task_waits_ends_the_wait(publisher):
         asyncio.run(closed_meanwhile())
 
 
-def test_without_pyzmq_one_line_says_how_to_install_it():
+def test_without_pyzmq_a_one_line_error_says_how_to_install_it():
     code = (
         "import sys; sys.modules['zmq'] = None\n"
         "from pytest_kvmock.wire.sockets import KvPublisher\n"

@@ -71,7 +71,7 @@ class World:
         self.publisher.close()
 
 
-def test_a_timeout_after_a_restart_notes_that_numbers_began_again():
+def test_a_timeout_after_a_restart_notes_that_batch_numbers_restarted():
     with World(replay=False) as world:
         world.publish(2)
         world.receive(2)
@@ -188,7 +188,7 @@ def test_a_replay_recovers_available_batches_and_the_rest_is_reported(dialect, f
         assert bool(ask(world.publisher.faults)) is False  # it can be asked for again
 
 
-def test_a_late_join_is_recovered_from_the_first_batch():
+def test_a_late_subscriber_recovers_all_batches_from_the_first():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(4)
@@ -783,7 +783,7 @@ def test_a_catch_up_can_be_awaited(engine):
     assert engine.blocks == [0, 1]
 
 
-def test_while_a_replay_is_awaited_no_other_task_takes_batches(engine):
+def test_no_other_task_can_receive_while_a_replay_is_awaited(engine):
     async def test():
         first = asyncio.create_task(engine.subscriber.areceive(2))
         engine.publish(1)
@@ -879,7 +879,7 @@ WRONG_ENDPOINTS = {
 
 
 @pytest.mark.parametrize("endpoint", WRONG_ENDPOINTS)
-def test_endpoints_that_cannot_be_connected_to_are_refused(endpoint):
+def test_unusable_endpoints_are_refused(endpoint):
     with pytest.raises(EndpointError) as caught:
         KvSubscriber(endpoint, print, dialect="vllm-0.33")
     assert WRONG_ENDPOINTS[endpoint] == str(caught.value)
@@ -893,7 +893,7 @@ def test_endpoints_that_cannot_be_connected_to_are_refused(endpoint):
         ({"on_loss": 5}, "on_loss is called with each loss; got 5, which cannot be called"),
     ],
 )
-def test_options_of_another_type_leave_no_socket_open(option, message):
+def test_subscriber_options_of_the_wrong_type_leave_no_socket_open(option, message):
     context = zmq.Context()
     with pytest.raises(TypeError) as caught:
         KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", context=context, **option)

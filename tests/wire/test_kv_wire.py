@@ -126,7 +126,7 @@ def test_an_event_that_cannot_be_written_is_a_sink_failure_of_the_harness():
         ({"digests": {0: 5}}, "digests must map ranks to StreamDigests, got 5 for 0"),
     ],
 )
-def test_options_of_another_type_are_refused(option, message):
+def test_wire_options_of_the_wrong_type_are_refused(option, message):
     with pytest.raises(TypeError) as caught:
         KvWire("vllm-0.33", **option)
     assert str(caught.value) == message

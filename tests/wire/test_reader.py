@@ -24,7 +24,7 @@ def short(value):
 
 
 @pytest.mark.parametrize("value", VALUES, ids=short)
-def test_a_value_is_read_to_its_last_byte_and_no_further(value):
+def test_a_value_is_read_exactly_to_its_last_byte(value):
     data = msgspec.msgpack.encode(value)
     reader = Reader(data + b"\xc1")
     assert value == reader.value()
@@ -32,7 +32,7 @@ def test_a_value_is_read_to_its_last_byte_and_no_further(value):
 
 
 @pytest.mark.parametrize("value", VALUES, ids=short)
-def test_a_value_is_skipped_to_its_last_byte_and_no_further(value):
+def test_a_value_is_skipped_exactly_to_its_last_byte(value):
     data = msgspec.msgpack.encode([value, 5])
     reader = Reader(data + data + b"\xc1")
     reader.skip()
@@ -47,7 +47,7 @@ def test_a_map_is_read_as_its_pairs_in_order(size):
     assert reader.rest == 0
 
 
-def test_a_map_keeps_equal_keys():
+def test_a_map_keeps_duplicate_keys():
     assert Pairs([(1, 2), (1, 3)]) == Reader(b"\x82\x01\x02\x01\x03").value()
 
 
@@ -101,7 +101,7 @@ def test_missing_bytes_are_counted():
     assert observed(b"\x92\x01\xc1") == "byte 0xc1 at 2"
 
 
-def test_arrays_are_read_up_to_the_depth_that_is_allowed():
+def test_arrays_are_read_up_to_the_allowed_depth():
     value = msgspec.msgpack.decode(b"\x91" * (MOST_DEPTH - 1) + b"\x90")
     assert value == Reader(msgspec.msgpack.encode(value)).value()
 

@@ -92,7 +92,7 @@ def event_of(tag, fields, dialect, event_id):
     return event
 
 
-def test_all_dialects_of_zmq_are_recorded():
+def test_every_zmq_dialect_has_recordings():
     read = {"trtllm-1.3-zmq"}  # as read: it did not run
     assert {name for name, dialect in DIALECTS.items() if dialect.is_msgpack} - read == {
         case["dialect"] for case in MADE
@@ -101,7 +101,7 @@ def test_all_dialects_of_zmq_are_recorded():
 
 @pytest.mark.parametrize("rank", [0, 1])
 @parametrised([case for case in MADE if case["name"] != PAIRS])
-def test_a_batch_is_written_as_the_release_publishes_it(case, rank):
+def test_a_batch_is_encoded_to_the_recorded_bytes_of_its_release(case, rank):
     dialect = DIALECTS[case["dialect"]]
     events = [event_of(tag, fields, dialect, index) for index, (tag, fields) in enumerate(case["events"])]
     for event in events:

@@ -129,7 +129,7 @@ def test_a_port_is_free_again_when_close_returns():
         KvPublisher("vllm-0.33", endpoint=endpoint, replay=replay, ranks=2).close()
 
 
-def test_a_context_of_the_user_stays_open():
+def test_a_context_given_by_the_user_stays_open():
     context = zmq.Context()
     KvPublisher("vllm-0.33", context=context).close()
     assert not context.closed

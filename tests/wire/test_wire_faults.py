@@ -125,7 +125,7 @@ def test_without_pending_faults_no_batch_is_changed(publisher, rank, fault):
     assert None is publisher.publish(rank)
 
 
-def test_remaining_faults_are_named_with_counts(publisher):
+def test_unused_faults_are_listed_with_their_counts(publisher):
     publisher.faults.lose(3)
     publisher.faults.double()
     publisher.faults.truncate_replay()
@@ -141,7 +141,7 @@ def test_a_corrupt_batch_starts_with_an_invalid_msgpack_byte_and_is_intact_in_a_
     assert ((Numbered(0, b"\xc1abc"),), Numbered(0, b"\x93abc"), False) == outcome
 
 
-def test_a_gap_beyond_the_buffer_drops_older_batches(publisher):
+def test_gap_beyond_buffer_drops_older_batches(publisher):
     publisher.faults.gap_beyond_buffer()
     assert publisher.publish().forgets_older
 
@@ -188,7 +188,7 @@ def test_unknown_medium_adds_a_removed_of_an_unknown_medium_before_and_after_a_s
     assert (sent, msgspec.msgpack.decode(sent.payload)) == (kept, expected)
 
 
-def test_a_dialect_without_a_medium_has_no_unknown_medium():
+def test_unknown_medium_is_refused_for_a_dialect_without_a_medium():
     with pytest.raises(ValueError, match=r"^unknown_medium: events of vllm-0.9 have no medium$"):
         Publisher("vllm-0.9").faults.unknown_medium()
 

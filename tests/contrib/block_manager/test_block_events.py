@@ -76,7 +76,7 @@ def test_each_registered_chain_is_published_as_one_stored(registered, chains):
     assert [stored(each) for each in chains] == data(sink)
 
 
-def test_allocation_publishes_a_removed_for_each_reset_block():
+def test_an_allocation_publishes_a_removed_for_each_block_that_it_resets():
     sink = CapturingSink()
     pool = make_pool(3, sink)
     contents = chain(3)
@@ -108,7 +108,7 @@ def test_the_tiers_of_a_manager_share_one_event_counter():
     ]
 
 
-def test_without_a_sink_nothing_is_published():
+def test_without_a_sink_no_event_is_published():
     manager = make_manager()
     register(manager.device(), chain(1))
     assert manager._publisher.next_event_id == 0
@@ -173,7 +173,7 @@ def test_all_copies_of_a_flush_are_made_before_it_raises_the_sink_error():
     assert hashes(contents[2:]) == manager.host().registered_hashes()
 
 
-def test_a_sink_that_raises_a_base_exception_loses_no_block():
+def test_a_sink_that_raises_a_base_exception_does_not_lose_blocks():
     class Stopped(BaseException):
         pass
 

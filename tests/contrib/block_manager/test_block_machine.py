@@ -244,6 +244,6 @@ TestMachine.settings = settings(max_examples=examples(80), stateful_step_count=4
 
 
 @pytest.mark.parametrize("side", ["device", "host"])
-def test_the_machine_starts_with_all_blocks_free(side):
+def test_a_new_state_machine_has_all_blocks_free(side):
     machine = Machine()
     assert machine.pools[side].total_blocks == machine.pools[side].counts.free

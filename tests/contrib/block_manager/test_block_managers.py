@@ -390,7 +390,7 @@ def test_a_faulty_block_manager_fails_the_test(nested, fault, rule):
 # --------------------------------------------------------------------------------------------------------- cost
 
 
-def test_tests_without_block_managers_do_not_load_them(pytester, monkeypatch):
+def test_tests_without_block_managers_do_not_import_their_modules(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile("def test(kv_harness, kv_sink, make_kv_sink): pass")
     code = """

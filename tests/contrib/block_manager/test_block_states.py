@@ -463,7 +463,7 @@ def test_a_clone_is_an_additional_owner_of_the_block():
     assert (pool.flush(), pool.counts.active) == (1, 0)
 
 
-def test_a_generation_ends_when_a_block_loses_its_content():
+def test_the_generation_of_a_block_increases_when_it_loses_its_content():
     pool = make_pool(1)
     block = pool.block(0)
     generations = []

@@ -43,7 +43,7 @@ def test_a_queued_block_is_copied_at_flush_with_its_payload():
     assert Flushed(2, 0, 0, 0, 0) == manager.flush()
 
 
-def test_a_block_that_was_evicted_from_the_device_comes_back_from_the_host():
+def test_a_block_evicted_from_the_device_can_be_onboarded_from_the_host():
     manager = make_manager(device=2)
     device, host = manager.device(), manager.host()
     contents = chain(2)

@@ -75,7 +75,7 @@ def test_reset_blocks_are_allocated_first_in_first_out():
     assert indices(pool.allocate_blocks_blocking(3)) == [1, 2, 0]
 
 
-def test_free_blocks_are_taken_before_any_is_evicted():
+def test_free_blocks_are_allocated_before_any_block_is_evicted():
     pool = make_pool(3)
     (content,) = chain(1)
     cache(pool, [content])  # block 0
@@ -133,7 +133,7 @@ def test_a_matched_block_moves_to_the_end_of_the_eviction_order_on_return():
     assert evicted_in_order(pool, contents) == [1, 2, 0]
 
 
-def test_a_priority_may_change_while_the_block_is_owned():
+def test_a_priority_can_change_while_the_block_is_owned():
     pool = make_pool(3)
     contents = [TokenBlock([number] * 4) for number in range(3)]
     cache(pool, contents)
@@ -178,7 +178,7 @@ def test_an_unregistered_block_loses_its_content_when_it_is_returned(fill_it):
     assert (block.state, block.payload) == ("Reset", b"")
 
 
-def test_an_unregistered_block_loses_its_priority_too():
+def test_an_unregistered_block_loses_its_priority_when_it_is_returned():
     pool = make_pool(1)
     with fill(pool, chain(1)) as (block,):
         block.metadata.priority = 7

@@ -134,7 +134,7 @@ def test_a_source_block_can_occur_twice_in_a_request(managers):
     assert payloads(theirs) == [b"kv\0"] * 2
 
 
-def test_one_request_reaches_several_workers(fabric, managers):
+def test_one_transfer_request_can_reach_several_workers(fabric, managers):
     mine = host_blocks(managers[0], 3, b"kv")
     theirs = [host_blocks(managers[1], 1), host_blocks(managers[2], 2)]
     TransferRequestPut(mine, [block for blocks in theirs for block in remote(managers[0], blocks)]).execute()
@@ -175,7 +175,7 @@ def test_a_transfer_request_keeps_copies_of_its_lists(managers):
         (0, 0, TransferError, "Sources cannot be empty"),
     ],
 )
-def test_counts_that_differ_and_empty_lists_are_refused(managers, sources, destinations, error, message):
+def test_different_counts_and_empty_lists_are_refused(managers, sources, destinations, error, message):
     mine, theirs = host_blocks(managers[0]), host_blocks(managers[1])
     for make in (
         lambda: TransferRequestPut(mine[:sources], remote(managers[0], theirs)[:destinations]),

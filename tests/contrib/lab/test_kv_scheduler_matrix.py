@@ -88,7 +88,7 @@ def test_open_requests_of_an_engine_are_reported_as_leaks(nested, args):
     result.stdout.fnmatch_lines(["*leaked_requests*"])
 
 
-def test_an_engine_that_is_closed_leaks_nothing(nested):
+def test_a_closed_engine_has_no_leaked_requests(nested):
     result = nested(
         """
         def test(kv_engine):
@@ -446,7 +446,7 @@ def run_users(nested, fault, *args, **options):
 
 
 @takes_long
-def test_a_sound_router_passes(nested):
+def test_a_correct_router_passes_the_scheduler_matrix(nested):
     run_users(nested, "", "-k", "lineage or (shared and cached and chunked)").assert_outcomes(passed=10, deselected=14)
 
 

@@ -143,7 +143,7 @@ def replay(*args):
     )
 
 
-def test_one_run_prints_its_report_and_writes_its_figures(trace, tmp_path, capsys):
+def test_the_replay_command_prints_a_report_and_writes_its_figures(trace, tmp_path, capsys):
     assert replay(trace, "--router", "round_robin", "--json", tmp_path / "out.json", "--slo-ttft-ms", 1) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("Report: RoundRobin on small\n")
@@ -156,7 +156,7 @@ def test_one_run_prints_its_report_and_writes_its_figures(trace, tmp_path, capsy
     assert "small, lineage, most_cached, beside" not in out
 
 
-def test_standard_output_has_nothing_but_the_json(trace, capsys):
+def test_with_json_to_standard_output_only_the_json_is_printed(trace, capsys):
     assert replay(trace, "--json", "-") == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["router"], run["report"]["fleet"]["all"]["requests"]) == ("dynamo", 12)

@@ -267,7 +267,7 @@ def test_engine_arguments_are_written_to_a_scenario_file(tmp_path):
     assert scenario.steps[0].given == {"worker": (1, 0), "fields": {"speedup_ratio": 2.0}}
 
 
-def test_a_saved_reproduction_breaks_the_same_rule(tmp_path, monkeypatch):
+def test_a_saved_engine_reproduction_breaks_the_same_rule(tmp_path, monkeypatch):
     monkeypatch.setattr("pytest_kvmock.harness.reduce.requests.RequestCutter._make_plain", lambda cutter: None)
     kv = RouterHarness(PROFILE, "lru", engine={"max_num_seqs": 2})
     kv.engine(0).submit(range(8), 3)

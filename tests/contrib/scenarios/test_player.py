@@ -213,7 +213,7 @@ def test_an_incompatible_harness_is_refused(played, top, message):
         played(f"{top}\nsteps: [{{use: [1]}}]")
 
 
-def test_breaches_of_an_allowed_rule_pass(played):
+def test_problems_of_an_allowed_rule_do_not_fail_a_scenario(played):
     played("allow: [block_not_found]\nsteps: [{event: {removed: [7]}}]", allow=["block_not_found"])
 
 
@@ -245,7 +245,7 @@ def test_an_unknown_argument_of_a_fault_is_refused_with_its_line(played):
         played("steps:\n- fault: {lose: {speed: 1}}")
 
 
-def test_the_overlap_of_a_tier_is_expected_by_its_name(played):
+def test_the_overlap_of_a_tier_can_be_expected_by_its_name(played):
     played("""
 steps:
 - event: {stored: [1, 2], worker: 65536, tier_blocks: {host: 2, disk: 1}}

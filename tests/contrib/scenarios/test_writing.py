@@ -316,7 +316,7 @@ def test_each_event_is_written_as_a_step_that_publishes_it(tmp_path):
     assert "batches 4 to 5 did not arrive" in lost
 
 
-def test_a_reproduction_names_its_original():
+def test_a_written_reproduction_names_its_rule_and_original_size():
     breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
     steps = (RouterEvent(0, KvCacheEvent(0, Removed((1,)))),)
     program = Reproduction(breach, "events", "lru", EngineProfile(), steps, cut_from=12)
@@ -348,7 +348,7 @@ def test_a_warning_is_written_as_an_expectation_of_no_problems(tmp_path):
     assert [[*step.expected] for step in scenario.steps] == [["problems"]]
 
 
-def test_a_burst_cannot_be_written():
+def test_a_burst_cannot_be_written_as_a_step():
     breach = Breach("index_drift", is_error=True, worker=(0, 0), block=None, story="")
     burst = Reproduction(breach, "requests", "lru", EngineProfile(), (Burst(3),))
     with pytest.raises(ValueError, match=r"^a scenario file has no step for Burst\(count=3\)$"):

@@ -240,7 +240,7 @@ def test_vllm_vectors_contain_copies_of_blocks(vectors):
     assert len(set(blocks)) < len(blocks)
 
 
-def test_the_same_seed_gives_the_same_bytes(tmp_path, vectors):
+def test_the_same_seed_gives_the_same_vector_files(tmp_path, vectors):
     names = ["sglang-0.5.9", "vllm-0.24-bytes"]
     assert names == write_vectors(tmp_path / "again", dialects=names)
     for name in names:

@@ -13,7 +13,7 @@ MB = 1_000_000
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_recorded_link_gives_the_recorded_numbers_to_the_last_digit(recording, number):
+def test_a_link_gives_exactly_the_recorded_answers(recording, number):
     links = recording("offload.json.gz")["links"]
     assert len(links) == 8
     program = links[number]
@@ -114,7 +114,7 @@ def test_invalid_bytes_are_refused(size):
     assert (link.active, link.earliest()) == (0, None)
 
 
-def test_a_byte_count_beyond_the_range_of_numbers_is_refused():
+def test_a_byte_count_beyond_the_range_of_floats_is_refused():
     link = Link(1.0)
     with pytest.raises(
         ValueError, match=r"^bytes must be a finite number of at least 0 \(bytes of a transfer\), got 10"

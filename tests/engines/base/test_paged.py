@@ -24,7 +24,7 @@ def state_of(manager):
 # ---------------------------------------------------------------------------- the tests of the original, in its order
 
 
-def test_a_manager_has_the_blocks_that_fit_into_its_capacity():
+def test_a_manager_has_as_many_blocks_as_fit_into_its_capacity():
     manager = PagedCacheManager(16000, 16, 100, False)
     assert manager.block_size == 16
     assert manager.total_blocks == 10

@@ -46,7 +46,7 @@ def test_the_trace_is_off_by_default(caplog):
 
 
 @pytest.mark.parametrize("backend", DYNAMO)
-def test_allocation_and_eviction_are_lines_of_1_2_1_with_backend_tier_and_blocks(caplog, backend):
+def test_allocations_and_evictions_are_logged_as_in_1_2_1_with_backend_tier_and_blocks(caplog, backend):
     caplog.set_level(logging.DEBUG, LOGGER)
     manager = manager_of(backend)
     manager.use([1, 2, 3])
@@ -83,7 +83,7 @@ def test_hash_cache_logs_each_eviction_as_1_0_2_with_the_sizes_of_that_moment(ca
     ] == lines(caplog)
 
 
-def test_a_failed_use_of_hash_cache_shows_its_evictions(caplog):
+def test_a_failed_use_of_hash_cache_logs_its_evictions(caplog):
     manager = manager_of("hash_cache", num_blocks=2)
     manager.use([1, 2])
     manager.deref(1)
@@ -201,7 +201,7 @@ def test_engines_that_take_requests_log_allocations_too(caplog, backend):
     assert len(record.block_ids) == 2
 
 
-def test_hits_and_frees_are_not_allocations(caplog):
+def test_hits_and_frees_are_not_logged_as_allocations(caplog):
     manager = manager_of()
     manager.use([1, 2])
     caplog.set_level(logging.DEBUG, LOGGER)

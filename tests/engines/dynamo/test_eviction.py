@@ -173,7 +173,7 @@ def test_lineage_evicts_a_parent_without_children_in_its_original_turn():
     assert evict_all(policy) == [2, 1, 12, 11]
 
 
-def test_lineage_prunes_a_chain_of_a_thousand_from_either_end():
+def test_lineage_keeps_its_order_when_either_end_of_a_long_chain_is_removed():
     policy = LineagePolicy()
     slots = chain(policy, range(1000))
     insert(policy, slots)
@@ -337,7 +337,7 @@ def test_multi_lru_remembers_a_block_that_was_evicted():
     assert evict_all(policy) == [2, 1]
 
 
-def test_multi_lru_evicts_a_parent_that_was_always_in_use_before_its_child():
+def test_multi_lru_evicts_a_parent_held_by_another_request_before_its_reused_child():
     policy = MultiLruPolicy(100)
     parent, child = chain(policy, [1, 2])
     policy.insert([child])

@@ -33,7 +33,7 @@ def test_the_slot_with_the_lowest_key_is_evicted_first(steps, gone):
     assert len(evictor) == 0
 
 
-def test_an_evictor_reports_its_slots_and_the_removed_ones():
+def test_an_evictor_reports_membership_and_whether_a_slot_was_removed():
     evictor = LruEvictor()
     evictor.insert("a")
     assert ("a" in evictor, "b" in evictor) == (True, False)
@@ -53,7 +53,7 @@ steps = st.lists(st.tuples(st.sampled_from(["insert", "push_front", "remove", "e
 
 
 @given(steps=steps)
-def test_an_evictor_orders_by_a_signed_counter(steps):
+def test_an_evictor_evicts_in_the_order_of_the_signed_counter_of_the_original(steps):
     """The original's rule in its own words."""
     evictor, numbers, up, down = LruEvictor(), {}, 0, 0
     for kind, item in steps:

@@ -122,7 +122,7 @@ COSTS = [
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("freed", [False, True])
 @pytest.mark.parametrize(("there", "cost"), COSTS)
-def test_cached_leading_blocks_cost_nothing(there, cost, freed, caching):
+def test_cached_leading_blocks_do_not_count_for_the_prefill_cost(there, cost, freed, caching):
     manager = new_manager(block_size=4)
     sequence = ActiveSequence(range(10), 5, 4, caching, moves="whole")
     for block in (sequence.unique_blocks[i] for i in there):
@@ -208,7 +208,7 @@ def test_promotion_to_a_cached_block_publishes_no_stored():
     assert (manager.num_active_blocks, manager.num_inactive_blocks) == (2, 0)
 
 
-def test_clear_drops_all_and_is_refused_while_anything_is_in_use():
+def test_clear_drops_all_blocks_and_is_refused_while_a_block_is_in_use():
     manager = new_manager()
     use(manager, 1, 2, P)
     manager.deref(2, 1)
@@ -295,7 +295,7 @@ def test_the_parent_is_the_last_hit_of_the_use_unless_strict():
     assert {1: 2} == faithful.active_blocks == strict.active_blocks
 
 
-def test_a_failed_use_keeps_the_blocks_that_it_took_and_returns_0():
+def test_a_failed_use_returns_0_and_keeps_its_blocks_unless_strict():
     faithful, strict = story(Use([1, 2, 3], [1001, 1002, 1003]), Deref([3]))
     for manager in (faithful, strict):
         said(manager)
@@ -320,7 +320,7 @@ def test_a_deref_of_an_inactive_block_is_ignored_unless_strict():
         assert before == shown(strict)
 
 
-def test_a_partial_block_that_is_freed_stays_until_it_is_evicted():
+def test_a_freed_partial_block_stays_until_it_is_evicted_unless_strict():
     faithful, strict = story(Use([P], []), Deref([P]))
     assert (faithful.inactive_blocks(), strict.inactive_blocks()) == ([P], [])
 

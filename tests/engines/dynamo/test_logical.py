@@ -225,7 +225,7 @@ def test_a_chunk_is_stored_below_the_chunk_before_it(make_manager):
     assert (len(first.block_hashes), len(second.block_hashes)) == (4, 4)
 
 
-def test_without_a_sink_no_id_is_consumed(make_manager):
+def test_without_a_sink_no_event_id_is_used(make_manager):
     manager = make_manager(4, silent=True)
     use_full(manager, 1, plh(1))
     sink = make_manager(1).sink
@@ -303,7 +303,7 @@ def test_multi_lru_evicts_and_restores_a_block_in_one_use_under_scheduler_traffi
     assert streams["lineage"] == streams["lru"] != streams["multi_lru"]
 
 
-def test_a_new_block_twice_in_one_use_is_its_own_parent(make_manager):
+def test_a_new_block_that_occurs_twice_in_one_use_is_its_own_parent(make_manager):
     manager = make_manager(4)
     assert use_roots(manager, [7, 7]) == 2
     assert take(manager) == [["S", 0, 7, [[7, 0]]]]
@@ -814,7 +814,7 @@ def test_an_eviction_policy_that_returns_wrong_blocks_is_named_in_the_error(poli
         manager.use([4, 5])
 
 
-def test_a_value_that_is_not_a_block_is_not_resident(make_manager):
+def test_queries_for_invalid_blocks_find_nothing(make_manager):
     manager = make_manager(4)
     manager.use([1, 2])
     assert (manager.references("x"), manager.references(1.5)) == (0, 0)

@@ -120,7 +120,7 @@ def test_both_halves_of_a_split_node_keep_its_last_access_time():
     assert names(1, 2, 3)[1:] == manager.inactive_blocks()[:2]
 
 
-def test_a_leaf_grows_in_place_with_what_its_request_computes():
+def test_a_leaf_grows_in_place_with_the_tokens_of_its_request():
     manager, _ = make(16)
     one = request(1, tail=3)
     manager.allocate(one, 7)
@@ -171,7 +171,7 @@ def test_pages_with_the_same_hash_are_stored_once_and_removed_with_the_last_copy
     assert manager.resident() == []
 
 
-def test_a_stored_begins_at_the_first_page_that_was_not_present():
+def test_a_stored_begins_at_the_first_page_that_was_not_cached():
     manager, sink = make()
     manager.allocate(request(1, 2), 8)
     second = request(1, 2, 3)
@@ -194,7 +194,7 @@ def test_duplicate_pages_are_freed_when_their_request_is_checkpointed():
     assert [("R", *names(1, 2))] == take(sink)
 
 
-def test_a_release_frees_nothing_twice():
+def test_a_release_frees_only_pages_that_are_not_cached():
     manager, _ = make(8)
     serve(manager, 1, 2)
     one = request(1, 2, 3)
@@ -226,7 +226,7 @@ def test_a_move_is_refused():
         manager.use([1])
 
 
-def test_a_page_may_be_one_token():
+def test_a_page_can_be_a_single_token():
     manager = create_manager("mocker_sglang_1_6", num_blocks=3, block_size=1)
     one = request(1, 2, size=1)
     assert manager.allocate(one, 2) == 0
@@ -265,7 +265,7 @@ CALLS = st.lists(
 
 @settings(max_examples=examples(300))
 @given(calls=CALLS, num_blocks=st.sampled_from([3, 6, 12]))
-def test_no_page_is_lost_and_published_pages_are_cached(calls, num_blocks):
+def test_any_requests_conserve_pages_and_events_equal_the_cached_pages(calls, num_blocks):
     model = Model()
     manager = create_manager("mocker_sglang_1_6", num_blocks=num_blocks, block_size=SIZE, sink=model)
     for name, what, number in calls:

@@ -167,7 +167,7 @@ def test_a_start_without_a_time_uses_the_last_tick_rounded_down_to_microseconds(
     assert pytest.approx(engine.deadline(), abs=1e-12) == 6.0000019  # a link's own time does not go back
 
 
-def test_slots_without_blocks_come_back_at_once():
+def test_slots_without_blocks_are_returned_at_once():
     assert short(engine_of(1, 1).take([], [Slot(), Slot()])) == ([], 2)
 
 
@@ -188,7 +188,7 @@ def test_clear_returns_every_slot_including_those_of_lost_batches():
         st.one_of(st.lists(st.integers(1, 20), min_size=1, max_size=6, unique=True), st.floats(0, 3)), max_size=30
     ),
 )
-def test_blocks_and_slots_are_conserved(num_blocks, batch_size, steps):
+def test_any_offload_calls_conserve_blocks_and_slots(num_blocks, batch_size, steps):
     engine = engine_of(num_blocks, batch_size)
     now, given_slots, back = 0.0, 0, 0
     held, sent_twice = set(), False

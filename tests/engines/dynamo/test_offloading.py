@@ -58,7 +58,7 @@ def tokens_beside(manager, tier):
 # --------------------------------------------------------------------------------------------- to the host
 
 
-def test_a_fresh_manager_has_no_engine_and_one_can_be_attached_later(make):
+def test_an_offload_engine_can_be_attached_to_a_manager_without_one(make):
     manager, engine = make(16), HostOffload()
     assert manager.offload is None
     manager.attach_offload(engine)
@@ -78,7 +78,7 @@ def test_an_evicted_block_is_stored_on_the_host_when_its_transfer_is_done(make):
     assert list(manager.resident(StorageTier.DISK)) == []
 
 
-def test_a_block_that_the_host_evicts_is_removed_there(make):
+def test_a_block_evicted_from_the_host_gets_a_host_removed(make):
     manager = make(1, 1)
     for block in (1, 2):
         if not use(manager, block):
@@ -166,7 +166,7 @@ def test_host_events_carry_token_ids_only_for_blocks_that_had_them(make):
     assert tokens_beside(manager, StorageTier.HOST_PINNED) == [[[1, 1, 1, 1]], None]
 
 
-def test_blocks_that_the_host_holds_are_not_sent_again_and_their_slots_are_free_at_once(make):
+def test_blocks_already_on_the_host_are_not_copied_and_free_their_slots_at_once(make):
     manager = make(1, 4)
     for block in (1, 2):
         if not use(manager, block):
@@ -462,7 +462,7 @@ def test_a_value_that_is_not_a_lineage_hash_is_refused(make):
             call([-1])
 
 
-def test_an_engine_is_attached_once_and_to_an_empty_manager(make):
+def test_an_offload_engine_can_be_attached_only_once_and_to_an_empty_manager(make):
     manager = make(2, 2)
     with pytest.raises(ValueError, match="has an offload engine already"):
         manager.attach_offload(HostOffload())

@@ -171,5 +171,5 @@ def test_a_request_trace_gives_the_recorded_event_stream(recording, hashed_trace
     assert run["stream_sha256"] == sink.digest.hexdigest()
 
 
-def test_every_recorded_run_of_our_policies_is_played(recording):
+def test_every_recorded_run_of_an_eviction_policy_is_played(recording):
     assert len(RUNS) == len(recording("logical_mooncake.json")["runs"])

@@ -76,7 +76,7 @@ def test_the_recompute_policy_computes_the_prompt_after_a_failed_transfer():
     assert len(stored(of_d)) == 1
 
 
-def test_a_lease_ends_by_time_and_a_heartbeat_renews_it():
+def test_heartbeats_renew_a_lease_that_expires_otherwise():
     p, d, _, _ = pair_of()
     served = p.serve(TEN, hand_over=True)
     d.load(TEN, served.hand_over)
@@ -180,7 +180,7 @@ def test_a_handed_over_prompt_that_does_not_fit_changes_nothing():
     assert (d.leased, d.manager.num_active_blocks, of_d.events) == ((), 0, [])
 
 
-def test_block_sizes_may_differ_by_role():
+def test_block_sizes_can_differ_by_role():
     p, d, of_p, of_d = pair_of(d={"block_size": 8})
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
     request.end_transfer()
@@ -204,7 +204,7 @@ def test_transfer_parameters_of_another_engine_type_are_refused(field):
         d.load(TEN, {"do_remote_prefill": True, field: "x"})
 
 
-def test_a_worker_without_a_role_names_what_is_missing():
+def test_invalid_roles_and_options_of_a_pair_are_refused():
     with pytest.raises(ValueError, match="worker_type of a pair must be 'prefill', 'decode', 'both', got 'aggregated'"):
         PairRole("aggregated")
     with pytest.raises(ValueError, match="hand_over of a pair must be 'vllm' or 'vllm-mooncake', got 'nixl'"):

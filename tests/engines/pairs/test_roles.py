@@ -153,7 +153,7 @@ def test_the_kvmock_marker_sets_roles(pytester):
     pytester.runpytest_inprocess().assert_outcomes(passed=1)
 
 
-def test_a_wrong_role_is_a_collection_error_of_one_line(pytester):
+def test_an_invalid_role_is_a_one_line_collection_error(pytester):
     pytester.makepyfile(
         """
         import pytest

@@ -85,7 +85,7 @@ def test_the_end_of_a_transfer_frees_the_prefill_blocks_and_publishes_the_decode
     assert len(d.stored) == 2
 
 
-def test_the_decode_leg_may_come_first(p, d):
+def test_the_decode_leg_can_come_first(p, d):
     hand_over = p.pair.new_hand_over()
     request = d.load(PROMPT, hand_over)
     assert p.published == [Cleared]
@@ -203,7 +203,7 @@ def test_a_changed_hand_over_fails_or_waits_for_its_timeout(p, d, change, status
     assert p.published == [Cleared]
 
 
-def test_a_missing_bootstrap_port_defaults_to_the_engines_own(p, d):
+def test_a_missing_bootstrap_port_defaults_to_that_of_the_engine(p, d):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over.changed(bootstrap_port=None))
     request.end_transfer()
     assert request.status == "running"
@@ -270,7 +270,7 @@ def test_an_invalid_role_is_refused():
         PairRole("prefill", "sglang")
 
 
-def test_each_side_may_have_its_own_draft_model(d):
+def test_each_side_can_have_its_own_draft_model(d):
     eagle = Engine("prefill", backend="sglang_eagle")
     request = d.load(PROMPT, eagle.serve(PROMPT, hand_over=True).hand_over)
     request.end_transfer()

@@ -58,7 +58,7 @@ def pairs(prefill=None, decode=None, count=2, **args):
     )
 
 
-def test_every_request_is_served_and_nothing_is_held_at_the_end():
+def test_every_request_is_served_and_no_block_is_held_at_the_end():
     prefills, decodes = pairs()
     report = replay(trace(40), decodes, prefills)
     assert {request.status for request in report.requests} == {"finished"}

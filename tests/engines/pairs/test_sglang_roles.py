@@ -39,7 +39,7 @@ def test_a_decode_engine_without_a_radix_cache_has_no_event_in_the_harness():
     assert harness.events.problems == []
 
 
-def test_a_role_may_have_its_own_draft_model_and_blocks():
+def test_a_role_can_have_its_own_draft_model_and_blocks():
     with harness_of(prefill={**SGLANG, "backend": "sglang_eagle"}) as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
         with d.load(TEN, p.serve(TEN, hand_over=True).hand_over) as request:

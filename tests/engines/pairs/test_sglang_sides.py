@@ -101,7 +101,7 @@ class Decode(Cache):
 # ------------------------------------------------------------------------------------------------ P
 
 
-def test_a_prompt_is_not_computed_before_the_other_engine_has_pages_for_it():
+def test_a_prompt_is_not_computed_before_the_decode_engine_has_reserved_pages():
     engine = Prefill()
     leg = engine.ask("a", range(10))
     assert engine.turn() == []
@@ -141,7 +141,7 @@ def test_overlap_scheduling_publishes_a_batch_one_turn_later():
 
 
 @pytest.mark.parametrize(("prefix", "pages"), [(0, 3), (4, 2), (8, 1), (12, 0)])
-def test_only_pages_that_the_other_engine_lacks_are_sent(prefix, pages):
+def test_only_pages_that_the_decode_engine_lacks_are_sent(prefix, pages):
     engine = Prefill(disable_overlap_schedule=True)
     engine.ask("a", range(12)).shake(prefix)
     engine.turn()
@@ -158,7 +158,7 @@ def test_a_chunk_is_sent_and_published_when_the_next_chunk_is_launched():
     assert seen == [(0, []), (1, [1]), (2, [1]), (2, [1])]
 
 
-def test_a_failed_handshake_publishes_nothing_and_a_failed_transfer_leaves_the_prompt_cached():
+def test_a_failed_transfer_leaves_the_prompt_cached_but_a_failed_handshake_publishes_nothing():
     engine = Prefill(disable_overlap_schedule=True)
     engine.ask("a", range(8)).fail()
     engine.turn()

@@ -153,7 +153,7 @@ def test_arguments_are_immutable_and_compare_by_value():
         ({"semantics": "1.6.1"}, "semantics is not part of Dynamo's JSON: pass it by keyword"),
     ],
 )
-def test_json_that_is_not_arguments_is_refused(source, message):
+def test_json_that_does_not_describe_arguments_is_refused(source, message):
     assert refusal(MockEngineArgs.from_json, source) == message
 
 
@@ -438,7 +438,7 @@ def test_replace_keeps_the_block_size_unless_it_is_0():
         (("1.6.1", "pass_start"), {"engine_type": "sglang", "semantics": "1.6.1", "events_visible": "pass_start"}),
     ],
 )
-def test_release_and_visibility_have_defaults_by_engine_type(expected, given):
+def test_semantics_and_event_visibility_have_defaults_by_engine_type(expected, given):
     args = MockEngineArgs(**given)
     assert (args.scheduler_semantics, args.events_visible_at) == expected
     assert PolynomialModel("1.2.1" if expected[0] == "1.2.1" else "1.6.1") == args.performance

@@ -35,7 +35,7 @@ def served(seed, sink):
 
 
 @pytest.mark.parametrize("seed", seeds(200))
-def test_an_engine_without_listeners_serves_like_one_with_listeners(seed):
+def test_an_engine_without_listeners_gives_the_same_run_as_one_with_listeners(seed):
     quiet, heard = served(seed, None), served(seed, lambda event: None)
     for name in (
         "token_ms",

@@ -84,7 +84,7 @@ def test_unknown_semantics_are_refused():
 
 
 @pytest.mark.parametrize("fortran", [False, True], ids=["C order", "Fortran order"])
-def test_interpolated_times_equal_those_recorded_of_dynamo_to_the_bit(recording, tmp_path, fortran):
+def test_interpolated_times_equal_the_recorded_ones_of_dynamo_bit_for_bit(recording, tmp_path, fortran):
     compared = 0
     for number, case in enumerate(recording(TIMES)["cases"]):
         path = write_npz(tmp_path / f"{number}.npz", case["arrays"], fortran=fortran, compressed=number % 2 == 0)
@@ -362,7 +362,7 @@ def test_none_a_model_or_a_pair_becomes_a_performance_model():
     assert make_performance_model([lambda *_: 5, lambda *_: 7]).decode_ms(1, 1, 1) == 7.0
 
 
-def test_a_custom_model_is_checked():
+def test_the_times_of_a_custom_model_are_checked():
     own = OwnModel()
     assert isinstance(own, PerformanceModel)
     model = make_performance_model(own)

@@ -106,7 +106,7 @@ def test_max_num_seqs_limits_the_number_of_running_requests():
     assert one.step().running == 2
 
 
-def test_a_waiting_request_is_never_passed_over():
+def test_a_request_that_does_not_fit_is_not_overtaken_by_a_smaller_one():
     one = engine(6)
     for number in (1, 2):
         one.submit(pages(number, number + 10, number + 20), 2)
@@ -260,7 +260,7 @@ def test_a_radix_cache_refuses_other_schedulers(backend):
         MockEngine(MockEngineArgs(block_size=SIZE), backend=backend)
 
 
-def test_the_cache_of_dynamos_mock_is_refused():
+def test_the_dynamo_mock_of_sglang_is_refused_for_other_semantics():
     with pytest.raises(
         ValueError, match=r"^the backend 'mocker_sglang_1_6' is of 1\.6\.1, and its engine semantics='mixed'$"
     ):

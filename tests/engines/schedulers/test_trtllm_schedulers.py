@@ -248,7 +248,7 @@ def test_v1_budgets_a_prompt_without_its_hits_and_v2_with_them():
     assert served == {V1: [(2, 1)], V2: [(2, 1), (3, 1)]}
 
 
-def test_a_pass_is_sorted_by_adapter():
+def test_the_requests_of_a_pass_are_sorted_by_adapter():
     engine = made("guaranteed_no_evict", blocks=64)
     for number, name in enumerate(("one", "two", "one", None)):
         engine.submit(Prompt(prompt(number), lora_name=name), 4)

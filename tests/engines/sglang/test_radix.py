@@ -121,7 +121,7 @@ def test_a_stored_with_tokens_is_not_merged_with_one_without():
     assert [Cleared, Stored, Stored] == [type(event.data) for event in manager.take_events()]
 
 
-def test_clear_is_refused_while_a_node_is_locked_and_reset_is_not():
+def test_clear_is_refused_while_a_node_is_locked_but_reset_is_not():
     manager = new()
     manager.insert([1, 2])
     manager.inc_lock_ref(manager.match_prefix([1, 2]).node)

@@ -146,7 +146,7 @@ def test_a_preempted_request_leaves_checkpointed_pages_cached_and_frees_the_rest
     assert dict.fromkeys(request.blocks, 1) == worker.manager.active_blocks
 
 
-def test_a_request_may_finish_while_it_is_preempted():
+def test_a_request_can_finish_while_it_is_preempted():
     worker = new_worker()
     request = worker.prefill(prompt(1))
     request.preempt()
@@ -208,7 +208,7 @@ def test_the_first_event_of_a_restarted_worker_is_a_cleared():
     assert [(0, Cleared())] == [(event.event_id, event.data) for event in worker.captured.events]
 
 
-def test_without_prefix_caching_requests_share_no_pages_and_nothing_is_published():
+def test_without_prefix_caching_requests_share_no_pages_and_publish_no_event():
     worker = new_worker(prefix_caching=False)
     first, second = (worker.prefill(prompt(1, 2, tail=1)) for _ in range(2))
     first.decode(SIZE)

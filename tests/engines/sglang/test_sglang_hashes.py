@@ -31,7 +31,7 @@ def test_an_incomplete_page_has_no_name():
     assert names([1, 2, 3, 4]) == names([1, 2, 3, 4, 5, 6, 7])
 
 
-def test_a_page_is_hashed_after_the_whole_digest_of_the_one_before():
+def test_a_page_is_hashed_with_the_full_digest_of_the_previous_page():
     first = sha256(struct.pack("<4I", 1, 2, 3, 4)).digest()
     second = sha256(first + struct.pack("<4I", 5, 6, 7, 8)).digest()
     assert [first, second] == SglangHasher().digests([1, 2, 3, 4, 5, 6, 7, 8], 4, 0, None)

@@ -143,7 +143,7 @@ def test_a_request_that_does_not_fit_changes_nothing():
     assert manager.num_free_blocks == 4
 
 
-def test_a_full_buffer_drops_the_oldest_and_leaves_a_gap_of_ids():
+def test_a_full_event_buffer_drops_the_oldest_events_and_leaves_a_gap_of_ids():
     manager, sink = made(event_buffer=1)
     for first in (1, 101, 201):
         serve(manager, [*range(first, first + 4)])

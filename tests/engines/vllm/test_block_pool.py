@@ -240,7 +240,7 @@ def test_a_freed_block_without_a_hash_is_reused_first_since_0_24():
     assert {**since, "0.14.1": older, "0.10.2": older, "0.9.2": older} == queues
 
 
-def test_without_caching_nothing_is_hashed_found_or_published(make_pool):
+def test_without_prefix_caching_no_block_is_hashed_hit_or_published(make_pool):
     pool = make_pool(enable_caching=False)
     first, *_ = admit(pool, range(9))
     second, hits, _ = admit(pool, range(9))

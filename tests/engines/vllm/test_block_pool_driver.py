@@ -165,7 +165,7 @@ def test_a_prompt_of_hashes_is_served_without_token_ids(worker):
     assert worker.cached_tokens(Prompt(hashes=[11, 12, 13])) == 8
 
 
-def test_without_prefix_caching_nothing_is_published_or_found(backend):
+def test_without_prefix_caching_no_block_is_published_or_hit(backend):
     worker = new_worker(backend, prefix_caching=False)
     for _ in range(3):
         assert Served(0, ()) == worker.serve(range(10), output_tokens=9)
@@ -310,7 +310,7 @@ class ByHand:
 
 
 @given(steps=steps, backend=st.sampled_from(OURS), chunk=st.sampled_from([None, 1, 2, 3]), num_blocks=st.integers(1, 6))
-def test_a_worker_publishes_and_refuses_like_a_manager_driven_by_hand(steps, backend, chunk, num_blocks):
+def test_a_worker_publishes_and_refuses_like_a_manager_called_directly(steps, backend, chunk, num_blocks):
     worker = new_worker(backend, num_blocks, 2, chunk=chunk)
     hand = ByHand(backend, chunk, num_blocks=num_blocks, block_size=2)
     for kind, *rest in steps:

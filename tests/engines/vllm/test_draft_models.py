@@ -251,7 +251,7 @@ def test_names_that_look_several_tokens_ahead_need_full_attention():
     VllmHybridManager(groups=windows, num_blocks=8, speculative=replace(two, plain_hashes=True))
 
 
-def test_a_prompt_of_hashes_is_refused_where_names_look_ahead():
+def test_a_prompt_of_hashes_is_refused_if_names_look_ahead():
     manager = create_manager("vllm", num_blocks=4, speculative=Speculative())
     with pytest.raises(ValueError, match="give tokens"):
         manager.new_request(Prompt(hashes=[1, 2]))

@@ -42,7 +42,7 @@ def sink_of(worker):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
-def test_evicted_blocks_come_back_from_the_host(backend):
+def test_evicted_blocks_are_loaded_back_from_the_host(backend):
     worker = worker_of(backend=backend)
     assert serve(worker, A) == (0, 0)
     assert worker.now == 0.0

@@ -140,7 +140,7 @@ def in_chunks(worker, *stored):
     return [(stored[0][0], [block for _, blocks in stored for block in blocks])]
 
 
-def test_a_chunked_prefill_stores_chunk_by_chunk_each_after_the_one_before(make_worker, stored_of):
+def test_a_chunked_prefill_stores_each_chunk_after_the_previous_one(make_worker, stored_of):
     worker = make_worker(num_blocks=8, block_size=64, chunk=256)
     tokens = list(range(512))
     request = worker.prefill(tokens)
@@ -238,7 +238,7 @@ def test_a_prompt_of_hashes_decodes_blocks_that_no_request_can_share(make_worker
         (Prompt(hashes=[1]), ValueError, "decode takes tokens"),
     ],
 )
-def test_wrong_tokens_are_refused_and_none_is_decoded(worker, state_of, tokens, error, message):
+def test_invalid_tokens_are_refused_and_no_token_is_decoded(worker, state_of, tokens, error, message):
     request = worker.prefill(range(3))
     before = state_of(worker)
     with pytest.raises(error, match=message):
@@ -271,7 +271,7 @@ def test_a_prefill_that_exactly_fits_is_admitted(worker):
     assert (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks) == (8, 0)
 
 
-def test_a_chunked_prefill_that_does_not_fit_changes_nothing_either(make_worker, state_of):
+def test_a_chunked_prefill_that_does_not_fit_changes_nothing(make_worker, state_of):
     worker = make_worker(num_blocks=4, chunk=4)
     before = state_of(worker)
     with pytest.raises(OutOfBlocks) as raised:
@@ -385,7 +385,7 @@ def test_a_full_block_equal_to_a_cached_one_frees_its_slot_and_activates_that_bl
 # --------------------------------------------------------------------------------------------------- one request
 
 
-def test_a_request_finishes_when_its_with_block_is_left(worker):
+def test_a_request_finishes_when_its_with_block_ends(worker):
     with worker.prefill(range(6)) as request:
         assert request.status == "running"
         assert [request] == worker.requests
@@ -401,13 +401,13 @@ def test_a_request_finishes_when_its_with_block_raises(worker):
     assert worker.manager.num_active_blocks == 0
 
 
-def test_a_with_block_may_finish_its_request_itself(worker):
+def test_a_request_can_be_finished_inside_its_with_block(worker):
     with worker.prefill(range(6)) as request:
         request.finish()
     assert request.status == "finished"
 
 
-def test_a_with_block_may_leave_its_request_preempted(worker):
+def test_a_preempted_request_finishes_when_its_with_block_ends(worker):
     with worker.prefill(range(6)) as request:
         request.preempt()
     assert request.status == "finished"
@@ -502,7 +502,7 @@ def test_a_resumed_prefill_is_chunked_again(make_worker, stored_of):
     assert in_chunks(worker, (None, [first]), (first, [second])) * 2 == stored_of(worker.captured.events)
 
 
-def test_a_request_may_finish_while_it_is_preempted(worker):
+def test_a_request_can_finish_while_it_is_preempted(worker):
     request = worker.prefill(range(6))
     request.preempt()
     request.finish()
@@ -567,7 +567,7 @@ def test_a_lookup_finds_blocks_in_use(worker):
 # ------------------------------------------------------------------------------------------------ clear, restart
 
 
-def test_clear_drops_everything_and_publishes_a_cleared(worker):
+def test_clear_drops_all_blocks_and_publishes_a_cleared(worker):
     worker.serve(range(8))
     assert worker.clear()
     assert Cleared() == worker.captured.events[-1].data
@@ -671,7 +671,7 @@ def test_a_worker_without_a_listener_publishes_no_event(backend):
     assert Served(0, tuple(chain(range(4)))) == worker.serve(range(4))
 
 
-def test_events_name_the_device_tier(worker):
+def test_worker_events_have_the_device_tier(worker):
     worker.serve(range(4))
     assert [event.storage_tier for event in worker.captured.router_events] == [StorageTier.DEVICE]
 
@@ -740,7 +740,7 @@ def test_a_listener_that_raises_does_not_stop_the_worker(backend, caplog):
         ("vllm", "sglang", r"^a RadixDriver drives a RadixCacheManager, got <BlockPoolManager vllm: "),
     ],
 )
-def test_a_worker_with_the_driver_of_another_engine_is_refused_when_it_is_made(backend, driver, message):
+def test_a_worker_with_the_driver_of_another_engine_is_refused_at_creation(backend, driver, message):
     with pytest.raises(ValueError, match=message):
         KvWorker(
             lambda sink: create_manager(backend, num_blocks=4, sink=sink),

@@ -45,7 +45,7 @@ def test_a_replay_equals_a_fleet_with_a_round_robin_router(name, release, concur
 
 
 @pytest.mark.parametrize(("name", "release"), RELEASES)
-def test_a_single_engine_publishes_like_a_replay_on_it(name, release):
+def test_a_single_engine_equals_a_replay_on_it(name, release):
     engine = engines(name, release, 1)[0]
     tokens = None if engine.worker.traits.takes_hashes else True
     for request in trace():

@@ -174,7 +174,7 @@ def test_a_report_counts_the_tokens_loaded_back_from_the_host():
     assert [0, 0, request.onboarded_tokens] == [row["onboarded_input_tokens"] for row in report.per_request()]
 
 
-def test_a_request_behind_a_parked_one_is_served_meanwhile():
+def test_a_request_behind_a_parked_one_is_served_first():
     engine = engine_of(blocks=16, host=64)
     prompt = evicted_prompt(engine, blocks=12)
     parked = engine.submit(prompt, 1)
@@ -298,7 +298,7 @@ def test_an_engine_over_a_worker_with_tiers_uses_its_host():
     assert request.onboarded_tokens > 0
 
 
-def test_arguments_of_the_host_survive_json():
+def test_arguments_of_the_host_are_kept_in_json():
     args = MockEngineArgs(num_g2_blocks=64, kv_bytes_per_token=100, offload_batch_size=4, bandwidth_g1_to_g2_gbps=0)
     assert args == MockEngineArgs.from_json(args.to_json())
     assert {name: value for name, value in args.to_dict().items() if name not in MockEngineArgs().to_dict()} == {
@@ -330,7 +330,7 @@ def test_arguments_of_the_host_out_of_range_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "mocker_sglang_1_6"])
-def test_other_backends_take_no_tiers(backend):
+def test_other_backends_refuse_tiers(backend):
     fields = {"engine_type": "sglang"} if backend == "mocker_sglang_1_6" else {}
     with pytest.raises(ValueError) as caught:
         engine_of(backend=backend, **fields)

@@ -85,7 +85,7 @@ def test_a_request_ends_at_max_model_len():
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_a_request_without_output_is_done_when_its_prompt_is_computed(backend):
+def test_a_request_without_output_ends_when_its_prompt_is_computed(backend):
     report = play([(0, 8, 0)], backend=backend)
     assert (
         round(report.requests[0].ended_ms, 6),
@@ -141,7 +141,7 @@ def test_goodput_counts_the_requests_that_meet_all_objectives():
         ({"stop_ms": -1}, "replay: stop_ms must be a finite number of at least 0 .milliseconds., or None, got -1"),
     ],
 )
-def test_invalid_bounds_are_refused(options, message):
+def test_invalid_objectives_and_stop_times_are_refused(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         play([(0, 8, 4)], options=options)
 
@@ -238,7 +238,7 @@ def test_later_chunks_of_an_sglang_prompt_reuse_no_tokens():
     assert (rounded(request.token_ms), request.reused_tokens) == ([49.807988], 0)
 
 
-def test_ranks_run_in_lock_step():
+def test_the_ranks_of_a_worker_run_in_lock_step():
     report = play([(0, 8, 4), (10, 8, 4), (20, 8, 4)], dp_size=2, num_gpu_blocks=100)
     assert report.run.served_by == (0, 1, 0)
     second = report.requests[1]

@@ -120,7 +120,7 @@ def test_stepping_and_running_give_the_same_report_and_events(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_engines_with_the_same_seed_publish_the_same(backend):
+def test_two_engines_with_the_same_seed_publish_the_same_events(backend):
     streams = []
     for seed in (1, 1, 2):
         sink = CapturingSink()
@@ -255,7 +255,7 @@ def test_prefix_blocks_are_stored_when_the_pass_starts():
     assert len(sink.events) == 1
 
 
-def test_events_may_be_held_until_the_pass_ends():
+def test_events_can_be_held_until_the_pass_ends():
     sink = CapturingSink()
     engine = engine_of(sink=sink, events_visible="pass_end")
     engine.submit(tokens(8), 1)
@@ -322,7 +322,7 @@ def test_sizes_that_contradict_those_of_the_worker_are_refused():
         MockEngine(MockEngineArgs(num_gpu_blocks=8, block_size=4), worker=worker)
 
 
-def test_closing_frees_the_blocks_that_were_reserved_for_a_prompt_computed_elsewhere():
+def test_closing_an_engine_frees_blocks_reserved_for_an_external_prompt():
     engine = engine_of("vllm", worker_type="decode")
     serve = engine.worker.serve(tokens(8))
     request = engine.inside.expect(Prompt(tokens(18)), 3, 0.0)
@@ -527,7 +527,7 @@ def test_an_engine_aborts_only_its_own_open_requests():
 
 
 @pytest.mark.parametrize("wrong", [{"args": {"block_size": 4}}, {"worker": 3}])
-def test_a_value_that_is_not_an_argument_of_an_engine_is_refused(wrong):
+def test_arguments_of_the_wrong_type_are_refused(wrong):
     with pytest.raises(ValueError, match=r"(args must be MockEngineArgs|worker must be a KvWorker, or None), got "):
         MockEngine(**wrong)
 

@@ -40,7 +40,7 @@ def test_in_a_closed_loop_a_request_arrives_when_another_is_done():
     assert first.token_ms[-1] == third.arrival_ms == fourth.arrival_ms
 
 
-def test_the_next_turn_of_a_session_waits_for_the_one_before():
+def test_the_next_turn_of_a_session_waits_for_the_previous_turn():
     report = replay(
         [
             request(0.0, [1, 2], 2, session_id="chat"),
@@ -137,7 +137,7 @@ def test_a_request_that_can_never_fit_is_refused_before_the_replay_starts():
     assert (one.passes, one.now_ms, one.requests) == (0, 0.0, [])
 
 
-def test_each_engine_must_hold_each_request():
+def test_every_request_must_fit_every_engine():
     with pytest.raises(
         OutOfBlocks, match=r"requests\[0\] .* can never fit: 5 blocks are needed for .* num_gpu_blocks is 4 "
     ):
@@ -150,7 +150,7 @@ def test_a_livelock_of_the_original_raises_engine_stalled():
         replay([request(0.0, [1, 2])], [stuck])
 
 
-def test_the_report_counts_what_completed():
+def test_a_report_counts_completed_requests_and_their_tokens():
     report = replay([request(0.0, [1, 2], 3), request(0.0, [1, 2], 1)], [engine()])
     figures = report.to_json()
     assert {

@@ -83,7 +83,7 @@ def test_serial_legs_are_picked_one_after_the_other():
     assert told[3][2] == told[0][3]  # the decode pick is told of the prefill worker
 
 
-def test_decode_first_is_picked_before_the_first_leg_is_sent():
+def test_with_decode_first_both_workers_are_picked_before_the_first_leg_is_sent():
     router = Noting()
     fleet(router, order="decode_first").run([request()])
     told = router.of(0)
@@ -342,7 +342,7 @@ def test_requests_of_a_lost_worker_are_sent_again(way, worker, order):
     assert held(made) == []
 
 
-def test_an_engine_that_joins_is_used_in_its_role():
+def test_an_engine_that_joins_serves_in_its_role():
     router = Noting()
     made = fleet(router)
     joined = made.at(100.0).join(engine=engine_of("decode"))
@@ -403,7 +403,7 @@ def test_leg_failed_of_the_router_decides_whether_a_request_is_retried(answer, s
     assert held(made) == []
 
 
-def test_a_router_may_change_what_the_decode_leg_carries():
+def test_a_router_can_drop_the_parameters_of_the_decode_leg():
     router = Noting()
     router.hand_over = lambda request, parameters: None
     report = fleet(router).run([request()])

@@ -145,7 +145,7 @@ def test_each_worker_has_its_own_samples_on_the_page():
     ]
 
 
-def test_thinned_data_is_noted(monkeypatch):
+def test_a_page_notes_that_its_data_was_thinned(monkeypatch):
     monkeypatch.setattr(page_data, "MOST_POINTS", 5)
     monkeypatch.setattr(page_data, "MOST_REQUESTS", 10)
     monkeypatch.setattr(page_data, "MOST_PICKS", 2)
@@ -211,7 +211,7 @@ def test_a_report_without_requests_makes_a_page_with_that_message(tmp_path, reco
     assert data["requests"]["number"] == []
 
 
-def test_a_page_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+def test_writing_a_page_to_a_missing_directory_raises_an_os_error(tmp_path):
     with pytest.raises(OSError, match="none"):
         report().to_html(tmp_path / "none" / "a.html")
 

@@ -86,7 +86,7 @@ def test_balance_is_weighted_by_the_share_of_picks_with_the_worker_as_candidate(
 
 
 @pytest.mark.parametrize(("count", "limit"), [(2, 1.5), (3, 1.8), (4, 2.0), (8, 2.0)])
-def test_the_default_limit_depends_on_the_number_of_workers(count, limit):
+def test_the_default_limit_of_balance_depends_on_the_number_of_workers(count, limit):
     """Of so many picks: the first worker has as much as it may, then one more."""
     most = round(1000 * limit / count)
     for first, is_right in ((most, True), (most + 1, False)):
@@ -114,7 +114,7 @@ def test_a_single_worker_is_always_balanced(within):
     fleet(Fixed(0, 0), count=1).run([request(500 * each, [each]) for each in range(2)]).assert_balanced(within)
 
 
-def test_a_limit_that_no_assignment_could_break_is_refused():
+def test_a_balance_limit_that_can_never_fail_is_refused():
     report = fleet(Fixed(1, 1, 1, 1)).run([request(500 * each, [1, each + 2]) for each in range(4)])
     text = (
         r"^assert_balanced: within=2 can never fail: a pick had 2 candidates, so that no worker can have more than 2 "
@@ -205,7 +205,7 @@ def test_with_late_events_evicted_blocks_count_as_promised_but_not_found():
     assert fleet(Fixed(0, 0, 0), args=small).run(rows).figure("promised_not_found") == 0
 
 
-def test_waits_in_router_and_engine_are_separate():
+def test_waiting_times_in_router_and_engine_are_separate_figures():
     class Later:
         """Keeps the second request until the first is done."""
 
@@ -309,7 +309,7 @@ def test_a_report_is_printed_as_a_table():
     assert lines[10].startswith("30 ms: crash of worker 1")
 
 
-def test_a_table_that_just_fits_is_not_folded():
+def test_a_table_that_exactly_fits_the_width_is_not_folded():
     named, columns = [["worker", "0"]], [["x" * 10, "1"]] * 9
     assert [len(line) for line in folded(named, [*columns, ["y" * 4, "2"]]).splitlines()[:1]] == [MOST_WIDE]
     assert len(folded(named, [*columns, ["y" * 5, "2"]]).splitlines()) == 4
@@ -345,7 +345,7 @@ def test_repeated_leading_blocks_are_the_same_by_ids_and_by_tokens(seed):
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
-def test_figures_do_not_depend_on_earlier_calls(semantics):
+def test_figures_of_a_report_do_not_depend_on_earlier_calls(semantics):
     """JSON, text and single figures, in any order: each is what a report says that was asked for nothing else."""
 
     def report():
@@ -409,7 +409,7 @@ def test_a_run_without_a_router_has_a_report():
     assert (engine.passes, len(engine.requests)) == (alone.run.passes, alone.figure("completed"))
 
 
-def test_lone_engines_are_compared_by_their_requests():
+def test_reports_of_single_engines_with_different_requests_are_different_traces():
     reports = []
     for prompt in (range(12), range(12), range(16)):
         engine = MockEngine(ARGS)
@@ -477,7 +477,7 @@ def test_a_crashed_worker_is_a_candidate_until_the_router_is_notified():
 @pytest.mark.parametrize("happen", ["crash", "leave"])
 @pytest.mark.parametrize("router", [RoundRobin, LeastLoaded, DynamoRouter])
 @pytest.mark.parametrize("count", [2, 4])
-def test_right_routers_are_balanced_after_one_worker_is_gone(router, happen, count, seed):
+def test_correct_routers_are_balanced_after_one_worker_is_gone(router, happen, count, seed):
     """Late turns of sessions stretch the run to several times the time in which most requests are picked for."""
     one = fleet(router(), count)
     getattr(one.at(800), happen)(1)
@@ -708,7 +708,7 @@ def test_a_record_has_the_loads_of_the_load_book_whatever_the_router_is_shown():
 
 @pytest.mark.parametrize("backend", ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"])
 @pytest.mark.parametrize("happen", ["nothing", "crash", "restart", "leave", "join"])
-def test_a_right_router_has_no_regret(backend, happen):
+def test_a_correct_router_has_no_regret(backend, happen):
     args = MockEngineArgs("sglang", num_gpu_blocks=96, block_size=4) if "sglang" in backend else ARGS
     engines = [MockEngine(args, backend=backend, seed=seed) for seed in range(3)]
     one = Fleet(engines, DynamoRouter(rng=Random(3)), record=True)
@@ -721,7 +721,7 @@ def test_a_right_router_has_no_regret(backend, happen):
     report.assert_regret(DynamoRouter())
 
 
-def test_regret_is_what_a_pick_cost_beyond_the_cheapest():
+def test_regret_is_the_cost_of_a_pick_above_the_cheapest():
     rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
     regret = fleet(Fixed(0, 1, 0), record=True).run(rows).regret(Own())
     assert regret.picks == [(1, 2)]
@@ -923,12 +923,12 @@ def test_times_of_assert_hit_ratio_must_be_a_factor_and_a_report():
 
 @pytest.mark.parametrize("name", ["ttft_ms", "itl_ms", "e2e_ms"])
 @pytest.mark.parametrize("value", [-1, "1"])
-def test_limits_must_be_times(name, value):
+def test_limits_of_objectives_must_be_times(name, value):
     with pytest.raises(ValueError, match=f"Objectives: {name} must be a finite number of at least 0"):
         Objectives(**{name: value})
 
 
-def test_limits_are_given_together():
+def test_slo_must_be_an_objectives_object():
     with pytest.raises(TypeError, match=r"^Fleet: slo must be Objectives\(ttft_ms=, itl_ms=, e2e_ms=\), got 500$"):
         fleet(slo=500)
 

@@ -87,7 +87,7 @@ def test_with_whole_blocks_the_last_block_of_tokens_is_not_cut():
     assert prompt.tokens == (7, 7, 7, 7, 8, 8, 8, 8)
 
 
-def test_a_prompt_of_tokens_needs_one_id_for_each_block_too():
+def test_a_prompt_of_tokens_needs_one_id_for_each_block():
     with pytest.raises(ValueError, match="3 are expected"):
         TraceRequest(0.0, 1300, 5, (7, 8)).prompt(tokens=True)
 
@@ -115,7 +115,7 @@ def test_every_field_is_read():
     ] == list(read_mooncake(lines))
 
 
-def test_optional_fields_may_be_absent_or_null_and_unknown_ones_are_ignored():
+def test_optional_fields_can_be_absent_or_null_and_unknown_fields_are_ignored():
     bare = TraceRequest(None, 600, 5, (0, 1))
     lines = [
         row(timestamp=...),
@@ -194,7 +194,7 @@ def test_requests_before_a_bad_line_are_returned():
         next(requests)
 
 
-def test_a_limit_beyond_the_end_reads_the_whole_trace():
+def test_a_limit_beyond_the_end_reads_the_complete_trace():
     assert len(list(read_mooncake([GOOD, GOOD], limit=5))) == 2
 
 
