@@ -1,6 +1,4 @@
-"""Clients that go away while a fleet serves: wherever their requests are, the router is told once, and nothing is
-left of them.
-"""
+"""Aborted requests of a fleet: wherever they are, the router is notified once, and they leave no entry or block."""
 
 from collections import Counter
 
@@ -18,7 +16,7 @@ SIZE = 4
 
 
 class Told(RightRouter):
-    """A right router that notes what it is told of requests, and may let requests wait."""
+    """A correct router that records its hooks and can let requests wait."""
 
     def __init__(self, workers=2, most=None, **options):
         super().__init__(range(workers) if isinstance(workers, int) else workers, **options)
@@ -58,7 +56,7 @@ def engines(count=2, backend="vllm", blocks=400, **options):
 
 
 def requests(count=6, output=20, length=40, apart=10.0, **of_one):
-    """Requests of distinct prompts; `of_one` has for some of them, by "_number", further fields."""
+    """Return requests with distinct prompts; `of_one` has further fields of single requests, by "_number"."""
     fields = {int(name[1:]): value for name, value in of_one.items()}
     return [
         FleetRequest(range(1000 * at, 1000 * at + length), output, apart * at, **fields.get(at, {}))
@@ -67,7 +65,7 @@ def requests(count=6, output=20, length=40, apart=10.0, **of_one):
 
 
 def check_told(router, report):
-    """`finished` once for each `dispatched`, never without; nothing after it; nothing is left in the books."""
+    """Assert one `finished` for each `dispatched`, none without, no hook after it, and empty load books."""
     open_now = set()
     over = set()
     for hook, number, status in router.told:
@@ -374,7 +372,7 @@ def test_assert_balanced_notes_the_aborted_requests_of_a_worker():
 
 def test_aborts_that_did_not_happen_are_reported_as_missed():
     fleet = Fleet(engines(), Told())
-    fleet.at(5.0).abort(3)  # it arrives later
+    fleet.at(5.0).abort(3)  # the request arrives later
     fleet.at(7.0).abort(77)
     fleet.at(1e6).abort(0)
     rows = requests(4, output=6, _1={"abort_after_tokens": 6}, _2={"abort_after_ms": 5e5, "abort_after_tokens": 2})

@@ -1,6 +1,4 @@
-"""When requests of a trace arrive: worked examples of open and closed loops, and of sessions, all as Dynamo's replay
-has them.
-"""
+"""Arrival times of a trace: worked examples of open loops, closed loops and sessions, as in Dynamo's replay."""
 
 import math
 
@@ -20,7 +18,7 @@ def arrivals(turns, concurrency=None, speedup=1.0, *, sessions_keep_place=False,
 
 
 def played(queue, serve_ms):
-    """Serve requests, each as long as `serve_ms` after it arrived; return (name, arrival) of each, in order."""
+    """Serve each request for `serve_ms` from its arrival; return (name, arrival) of each, in order."""
     seen, under_way, now = [], [], 0.0
     while now < math.inf:
         for end, done in sorted(under_way, key=lambda pair: pair[0]):

@@ -1,4 +1,4 @@
-"""What a router believes is compared with what it was told, before each pick."""
+"""A router's beliefs are compared before each pick with the events and hooks that it received."""
 
 import asyncio
 import re
@@ -55,7 +55,7 @@ SETTINGS = [
 
 
 class OnlyTheLiving(RightRouter):
-    """Picks none that it was not offered, whoever it takes to be there: a run goes on to its report."""
+    """A router that picks only offered workers, whatever it believes, so that the run reaches its report."""
 
     def pick(self, request, candidates):
         live = {each.worker for each in candidates} & {*self.workers()}
@@ -64,11 +64,11 @@ class OnlyTheLiving(RightRouter):
 
 
 class DeadIsKept(DeadWorkerKept, OnlyTheLiving):
-    """Believes in a worker that is gone."""
+    """Keeps a worker that is gone."""
 
 
 class RemovesForAll(RightRouter):
-    """A Removed of one worker takes the block from all."""
+    """Removes the block of a Removed from all workers."""
 
     def apply(self, event):
         super().apply(event)
@@ -94,7 +94,7 @@ def happen(fleet, setting, at=200):
 
 
 def bare(router_type, setting="plain", seed=0, backend=None, rows=None, **options):
-    """The report of a bare fleet behind one of our routers."""
+    """Return the report of a fleet outside of a harness, behind one of our routers."""
     count = 8 if setting == "eight" else 3
     fields = {"num_gpu_blocks": 38 if setting == "small" else 64, "block_size": 4}
     if setting == "ranks":
@@ -117,7 +117,7 @@ def bare(router_type, setting="plain", seed=0, backend=None, rows=None, **option
 
 
 def judged(router_type, setting="plain", seed=0, backend="lineage", **options):
-    """A harness, and the report of its fleet."""
+    """Return a harness and the report of its fleet."""
     world = RouterHarness(
         EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=2 if setting == "ranks" else 1),
         backend,
@@ -171,7 +171,7 @@ def test_a_correct_router_has_no_wrong_belief_of_ranks_after_incidents(setting, 
         fleet.at(200).join()
     report = fleet.run(trace())
     report.assert_no_drift()
-    if setting not in ("silent", "noticed"):  # where the router is told late, or never
+    if setting not in ("silent", "noticed"):  # where the router is notified late or never
         report.assert_regret(DynamoRouter())
     assert (setting == "join") + 3 == len({worker[0] for worker in report.workers})
 
@@ -179,7 +179,7 @@ def test_a_correct_router_has_no_wrong_belief_of_ranks_after_incidents(setting, 
 @pytest.mark.parametrize("loads", ["router", "engine"])
 def test_a_correct_router_that_makes_requests_wait_has_no_wrong_belief(loads):
     class Waiting(RightRouter):
-        """Takes two requests a worker at most."""
+        """Allows at most two requests per worker."""
 
         def pick(self, request, candidates):
             free = {worker for worker, (*_, requests) in self.loads().items() if requests < 2}
@@ -239,8 +239,8 @@ def test_a_planted_bug_is_reported_at_the_first_wrong_belief(bug, setting, rule,
 
 
 def found_by(name, seed):
-    """What finds a planted bug in the setting in which it shows: its first wrong belief, else regret, else what was
-    not found.
+    """Return the check that finds a planted bug in its setting: the first wrong belief, else regret, else promised
+    blocks that were not found.
     """
     bug = ROUTER_BUGS[name]
     rows = None
@@ -255,7 +255,7 @@ def found_by(name, seed):
     report = bare(make, setting, seed, rows=rows, record=True, event_delay_ms=late_ms)
     if report.beliefs:
         return report.beliefs[0].rule
-    if not late_ms and report.regret(DynamoRouter()).share > 0:  # a right router has some where events are late
+    if not late_ms and report.regret(DynamoRouter()).share > 0:  # a correct router has some when events are late
         return "regret"
     return "promised_not_found" if report.figure("promised_not_found") else None
 
@@ -463,7 +463,7 @@ def test_a_belief_about_an_unknown_worker_is_a_router_error(method, answer, sett
 
 def test_loads_can_be_keyed_by_worker_and_rank_0():
     class Keys(RightRouter):
-        """Without ranks (id, 0) is a name too, as in the scores of a RadixIndex."""
+        """Without ranks, (id, 0) also names a worker, as in the scores of a RadixIndex."""
 
         def loads(self):
             return {(worker, 0): load for worker, load in super().loads().items()}
@@ -489,9 +489,7 @@ def test_a_belief_method_with_another_signature_is_refused():
 
 
 class Sends(RoundRobin):
-    """Keeps of each worker the blocks that it sent there; with `answers` also those that came out there, by the
-    events.
-    """
+    """A router that records the blocks sent to each worker; with `answers` also the generated blocks in its events."""
 
     def __init__(self, workers=(), seed=0, *, copies=False, answers=False):
         super().__init__()
@@ -515,7 +513,7 @@ class Sends(RoundRobin):
 
     def apply(self, event):
         if self.answers and isinstance(event.event.data, Stored):
-            with suppress(RadixIndexError):  # of a worker that leaves, or below a block whose event was lost
+            with suppress(RadixIndexError):  # from a worker that leaves, or below a block whose event was lost
                 self.out.apply(event)
 
     def worker_removed(self, worker):
@@ -524,28 +522,28 @@ class Sends(RoundRobin):
 
 
 class StaleTree(Sends):
-    """Keeps what was sent to a worker that restarts."""
+    """Keeps the record of a worker that restarts."""
 
     def worker_removed(self, worker):
         pass
 
 
 class CutHashes(Sends):
-    """Keeps three bits of each hash."""
+    """Keeps only three bits of each hash."""
 
     def names(self, request):
         return [each & 7 for each in request.local_hashes]
 
 
 class MixesAdapters(Sends):
-    """Keeps tokens without their adapter."""
+    """Records tokens without their adapter."""
 
     def names(self, request):
         return Prompt(request.tokens).sequence_hashes(request.block_size)
 
 
 class SentToAll(Sends):
-    """Takes what it sent to one worker to be on the others."""
+    """Assumes that a prompt sent to one worker is on all workers."""
 
     def believed(self, request):
         found = super().believed(request)
@@ -553,7 +551,7 @@ class SentToAll(Sends):
 
 
 class CountsPicks(Sends):
-    """Takes what waits to be sent."""
+    """Records each pick as a sent prompt, from the second request on for the wrong worker."""
 
     def pick(self, request, candidates):
         self.dispatched(request, 1 if request.number else 0)
@@ -676,7 +674,7 @@ def test_only_generated_answers_may_be_believed_besides_sent_prompts(invented):
     out = [each for event in router.out.dump_events() for each in event.event.data.tokens_hashes]
     answer = out[len(first.block_hashes(4)) :]
     assert answer
-    chain = (*out, *range(1, 1 + invented))  # a turn of a conversation begins with the answer to the one before
+    chain = (*out, *range(1, 1 + invented))  # a turn begins with the previous turn and its answer
     if invented:
         router.sent[0].update(Prompt(hashes=chain).sequence_hashes(4))
     report = fleet.run([FleetRequest(Prompt(hashes=chain), 2, 0.0)])

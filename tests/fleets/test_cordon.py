@@ -1,4 +1,4 @@
-"""Workers of a fleet that are cordoned: they serve what they have, and are no candidates."""
+"""Cordoned workers of a fleet complete their requests and are no candidates."""
 
 from dataclasses import replace
 from random import Random
@@ -24,7 +24,7 @@ def requests(count=12, output=8):
 
 
 class Watched(RightRouter):
-    """Notes whom it could pick at each time, and what it was told of workers."""
+    """A router that records its candidates at each time and its worker hooks."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -256,7 +256,7 @@ def test_a_hook_can_cordon_a_worker_during_the_run():
 @pytest.mark.parametrize("method", ["workers", "overlap", "loads"])
 def test_only_loads_must_include_a_cordoned_worker(method):
     class OfCandidates(RightRouter):
-        """Says of those alone that were candidates at the last pick."""
+        """Reports only workers that were candidates at the last pick."""
 
         there = (0, 1, 2)
 
@@ -306,7 +306,7 @@ def test_an_uncordoned_worker_must_be_known_once_it_was_a_candidate():
 
 def test_wrong_beliefs_about_a_cordoned_worker_are_reported():
     class Forgetting(RightRouter):
-        """Takes a worker that is no candidate for one that is gone."""
+        """Treats a worker that is no candidate as gone."""
 
         def pick(self, request, candidates):
             for worker in set(range(3)) - {each.worker for each in candidates}:
@@ -331,7 +331,7 @@ def test_balance_counts_only_picks_with_the_worker_as_candidate():
     fleet.at(85).uncordon(1)
     report = fleet.run(requests(17))
     (row,) = [each for each in report.run.services if each.worker == 1]
-    assert row.picks == 17 - 8  # of the first, and those from 90 ms on
+    assert row.picks == 17 - 8  # the first pick, and those from 90 ms on
     _, there = report.run.counts("requests")
     assert there[1] == 9 / 17
     report.assert_balanced()
@@ -398,7 +398,7 @@ def test_runs_with_cordons_are_the_same_with_and_without_plans(backend, seed):
     kinds = ["cordon", "cordon", "uncordon", "restart", "silent", "crash", "late", "leave", "join"]
     happenings = [(round(rng.uniform(1, 200), rng.randrange(4)), rng.choice(kinds), rng.random()) for _ in range(10)]
     count, kind = rng.randint(1, 4), rng.choice([RightRouter, RoundRobin, DynamoRouter])
-    # A silent restart parts the index of a right router from its engine, and from nobody's that hears the events.
+    # A silent restart makes a correct router's index differ from its engine, but not from an index of the same events.
 
     def serve(plans):
         router = RightRouter(range(count), copies=backend == "vllm") if kind is RightRouter else kind()

@@ -1,6 +1,4 @@
-"""A fleet of engines with a draft model behind a router that reads them, and behind naive ones: what is promised,
-and what is reused.
-"""
+"""Promised and reused blocks in a fleet with a draft model, behind a router that reads its events and naive ones."""
 
 import pytest
 from depth import takes_long
@@ -21,14 +19,14 @@ def test_a_router_that_hashes_windows_promises_exactly_the_reused_blocks(num_blo
 def test_a_router_that_hashes_plain_blocks_promises_nothing_and_reuse_falls(num_blocks):
     right, plain = shares(served(AHEAD, "windows", num_blocks)), shares(served(AHEAD, "plain", num_blocks))
     assert plain[0] == 0
-    assert plain[1] < 0.6 * right[1]  # all workers promise alike, so that they are picked in turn
+    assert plain[1] < 0.6 * right[1]  # all workers promise the same, so they are picked in turn
 
 
 @takes_long
 def test_a_router_that_ignores_next_tokens_promises_one_block_too_many():
     promised, used, more, less = shares(served(AHEAD, "tokens"))
     assert promised > used
-    assert (more > 0.9, less) == (True, 0)  # the prompts of this trace part at the ends of blocks
+    assert (more > 0.9, less) == (True, 0)  # the prompts of this trace diverge at block ends
     assert {row[1] - row[2] for row in served(AHEAD, "tokens", 4000) if row[1] != row[2]} == {SIZE}
 
 

@@ -1,4 +1,4 @@
-"""A fleet behind routers of all kinds: hooks, waiting, what candidates show, and what a router must not do."""
+"""Fleets behind routers of all kinds: hooks, waiting, candidates, and router errors."""
 
 import asyncio
 import math
@@ -66,7 +66,7 @@ def trace(count=40, **options):
 
 
 class Listening(RoundRobin):
-    """Notes what it is called with."""
+    """A router that records the arguments of its calls."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Listening(RoundRobin):
 
 
 class Hearing(RoundRobin):
-    """Notes the events that it is told."""
+    """A router that records its events."""
 
     def __init__(self):
         super().__init__()
@@ -95,9 +95,7 @@ class Hearing(RoundRobin):
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "lineage"])
 def test_a_router_without_apply_gives_the_same_run_as_one_with_apply(backend):
-    """Where nobody looks at events one by one, blocks that are removed come in a row: ids, caches and figures are
-    the same.
-    """
+    """If no sink needs single events, removed blocks are published together: ids, caches and figures stay the same."""
     hearing, heard = Hearing(), []
     listened = engines(3, backend=backend)
 
@@ -182,7 +180,7 @@ def test_a_candidate_has_its_overlap_and_current_loads():
 
 
 class Holding(RoundRobin):
-    """Lets requests wait while so many are open."""
+    """A router that lets requests wait while the given number is open."""
 
     def __init__(self, most):
         super().__init__()
@@ -406,7 +404,7 @@ def test_passes_that_take_no_time_are_not_planned(backend):
     assert each_pass.per_request() == in_one_go.per_request()
 
 
-KINDS = {  # of engines: every scheduler of every release, with what it waits for between two prefills
+KINDS = {  # engines: every scheduler of every release, with its interval between two prefills
     "1.2.1": ("lineage", {"semantics": "1.2.1"}),
     "1.6.1": ("vllm", {}),
     "ranks": ("vllm", {"dp_size": 2, "prefill_schedule_interval": 3}),
@@ -417,7 +415,7 @@ KINDS = {  # of engines: every scheduler of every release, with what it waits fo
 
 
 def at_the_ends_of_passes(serve, rng, count=8):
-    """Requests of which most arrive at the very moment at which a pass ends, with all those before them."""
+    """Return requests that mostly arrive exactly at the end of a pass of the requests before them."""
     rows = [request(0.0, [1, 2], 40)]
     while len(rows) < count:
         last = rows[-1].timestamp
@@ -633,7 +631,7 @@ def test_a_closed_loop_follows_the_rules_of_the_original():
         lambda trace, **options: replay(trace, engines(1, args), **options),
     ]
     for serve in served:
-        # A prompt that is rejected keeps its place until its turn; a closed loop looks at no ratio.
+        # A rejected prompt keeps its place until its turn; a closed loop ignores the speedup ratio.
         arrivals = [row["arrival_time_ms"] for row in serve(rows, concurrency=2).per_request()]
         assert pytest.approx(arrivals[:3]) == [0.0, 0.0, 16.622914]
         assert serve(turns, concurrency=1).figure("duration_ms") == serve(
@@ -645,7 +643,7 @@ def test_a_closed_loop_follows_the_rules_of_the_original():
 
 
 class ToldOnly:
-    """Knows its workers by its hooks alone, as a router of a command line, which is made without arguments."""
+    """A router made without arguments, as on the command line: it knows its workers only from its hooks."""
 
     def __init__(self):
         self.calls, self.known = [], None
@@ -734,7 +732,7 @@ def test_finished_requests_release_their_tokens(backend):
     args = MockEngineArgs(num_gpu_blocks=400, block_size=256, engine_type=spec.scheduler)
     served = [TraceRequest(1_000.0 * at, 4_096, 3, tuple(range(8 * at, 8 * at + 8))) for at in range(20)]
     fleet = Fleet([MockEngine(args, backend=backend)], RoundRobin(), trace_block_size=512)
-    fleet.run(served[:2])  # what is loaded and made once
+    fleet.run(served[:2])  # one-time allocations
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     report = fleet.run(served)
@@ -742,7 +740,7 @@ def test_finished_requests_release_their_tokens(backend):
     tracemalloc.stop()
     tokens = sum(each.input_length for each in served)
     assert len(report.completed) == 20
-    held = 150_000  # what is in the cache, rows and reports
+    held = 150_000  # the cache, rows and reports
     assert after - before < 2 * tokens + held, "a tuple of the tokens has 8 bytes each"
     assert peak - before < 4 * tokens + held
     for asked, row in zip(served, report.completed, strict=True):
@@ -753,14 +751,14 @@ def test_events_create_their_token_ids_when_they_are_read():
     served = [TraceRequest(None, 8_192, 1, tuple(range(16 * at, 16 * at + 16))) for at in range(8)]
     with RouterHarness(EngineProfile(block_size=256, num_blocks=20_000), "vllm_deepseek_v4") as kv:
         worker = kv.worker(0)
-        worker.serve(served[0].prompt(tokens=True))  # what is loaded and made once
+        worker.serve(served[0].prompt(tokens=True))  # one-time allocations
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         for request in served[1:]:
             worker.serve(request.prompt(tokens=True))
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert after - before < 7 * 8_192 * 28  # rows of all blocks would be 50 bytes a token
+        assert after - before < 7 * 8_192 * 28  # rows of all blocks would take 50 bytes per token
         stored = [each for each in kv.events if isinstance(each.event.data, Stored) and each.token_ids]
         assert {4, 64, 256} <= {len(row) for each in stored for row in each.token_ids}
         last = tuple(number for number in served[-1].hash_ids for _ in range(512))

@@ -1,4 +1,4 @@
-"""Engines over `sglang` with a host: when events leave, what a report says of device, host and storage; fleets."""
+"""Engines over `sglang` with a host: event times, report figures of device, host and storage, and fleets."""
 
 import pytest
 
@@ -28,11 +28,11 @@ def test_events_wait_for_a_prefill_publish_every_decode_steps_or_an_idle_engine(
     engine = kv.engine(0)
     engine.submit(range(29), 12)
     engine.step()
-    assert published(kv) == [("device", 7)]  # behind a prefill
+    assert published(kv) == [("device", 7)]  # after a prefill
     while ("host_pinned", 7) not in published(kv):
         engine.step()
         kv.assert_in_sync()
-    assert copied_at == engine.passes  # the last one of 12 leaves it idle
+    assert copied_at == engine.passes  # the last of 12 passes leaves the engine idle
     engine.run()
     assert published(kv) == [("device", 7), ("host_pinned", 7), ("device", 3)]
 

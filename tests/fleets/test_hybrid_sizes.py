@@ -1,4 +1,4 @@
-"""A request that can never fit an engine of a hybrid model is refused as it is submitted, and no other one."""
+"""Exactly the requests that can never fit an engine of a hybrid model are refused at submission."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ STATE = st.builds(
 
 @st.composite
 def engines(draw, *, states):
-    """Groups, blocks and arguments of an engine."""
+    """Draw the groups, blocks and arguments of an engine."""
     others = st.one_of(WINDOW, LOCAL, FULL, RING, *([STATE] * 3 if states else []))
     groups = draw(st.permutations([draw(FULL), *draw(st.lists(others, min_size=1, max_size=3))]))
     args = MockEngineArgs(
@@ -57,7 +57,7 @@ def is_refused(groups, args, prompt, output):
 
 
 def outcome(groups, args, prompt, output):
-    """What becomes of a request in an empty engine, were it not refused: "finished", "rejected" or "stalled"."""
+    """Return how a request ends in an empty engine without the size check: "finished", "rejected" or "stalled"."""
     engine = made(groups, args)
     engine.inside._check_size = lambda *request: None
     request = engine.submit(range(prompt), output)
@@ -88,7 +88,7 @@ def state(size, **fields):
 
 
 FULL_4, RING_4 = CacheGroup("full_attention", 4), CacheGroup("ring", 4)
-NARROW = {  # found by a search: one block more is enough
+NARROW = {  # found by a search; one more block is enough
     "a chunk that ends in a later block than the one before": (
         ([state(8, speculative_blocks=1), RING_4, FULL_4], 14, "1.2.1", 16),
         (41, 1),

@@ -1,13 +1,11 @@
-"""Requests that arrive in an idle fleet behind others that wait: nothing ends that would have the router asked
-again, so it is asked then.
-"""
+"""Arrivals in an idle fleet behind waiting requests: no request ends there, so each arrival asks the router again."""
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.fleets import RoundRobin, TraceRequest
 
 
 class LateForTheFirst(RoundRobin):
-    """Lets the first request wait until another one has arrived."""
+    """A router that lets the first request wait until another one has arrived."""
 
     def __init__(self):
         super().__init__()

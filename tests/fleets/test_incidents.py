@@ -22,7 +22,7 @@ def requests(count=12, output=20):
 
 
 class Watched(RoundRobin):
-    """Notes hooks, and which workers it could pick at each time."""
+    """A router that records its hooks and its candidates at each time."""
 
     def __init__(self):
         super().__init__()
@@ -286,7 +286,7 @@ def test_incidents_affect_all_ranks_of_a_worker_at_once(semantics, backend, happ
     lost = {number for name, number, *_ in router.calls if name == "lost"}
     again = {pick.number for pick in report.picks if pick.attempt > 1}
     assert 24 - len(lost - again) == len(report.completed)
-    assert len(fleet.run(requests(24)).completed) == 24  # who is left serves on
+    assert len(fleet.run(requests(24)).completed) == 24  # the remaining workers serve another run
 
 
 def test_incidents_after_the_end_are_reported_as_missed():

@@ -1,4 +1,4 @@
-"""A fleet without workers: from the start, or as the last one crashes, leaves, or is lost before a later run."""
+"""Fleets without workers: from the start, or after the last one crashes, leaves, or is lost before a later run."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,7 @@ def requests(count=12, output=8):
 
 
 class Asked(RoundRobin):
-    """Notes for whom it was asked, and with whom."""
+    """A router that records the requests and candidates of its picks."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Asked(RoundRobin):
 
 
 class Needing(Asked):
-    """Cannot be asked with no candidates."""
+    """A router that needs candidates."""
 
     needs_candidates = True
 
@@ -287,7 +287,7 @@ def test_a_later_run_of_an_empty_fleet_serves_only_if_workers_join():
     assert len(third.completed) == 12
     assert [each for each in router.hooks if each[0] == "started"] == [("started", [0, 1])]
     times = [each[0] for each in router.asked]
-    assert sorted(times) == times  # a router's clock does not go back
+    assert sorted(times) == times  # the time that a router sees never goes back
 
 
 def test_a_worker_id_of_an_earlier_run_is_not_reused():

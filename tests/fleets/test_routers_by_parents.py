@@ -1,4 +1,4 @@
-"""Routers that index parents: what they may raise on, and what a message says where they must not."""
+"""Routers that look up parents: the events on which they may raise, and the message for all other events."""
 
 import re
 
@@ -9,7 +9,7 @@ from pytest_kvmock.fleets import RoundRobin, RouterError, synthetic_trace
 
 
 class ByParents(RoundRobin):
-    """Keeps of each worker the chain of a block, found by its parent's."""
+    """A router that keeps the chain of each worker's block, found through its parent."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class ByParents(RoundRobin):
 
 
 class Loses(ByParents):
-    """Loses a block that nobody removed."""
+    """Loses a block that no event removed."""
 
     def apply(self, event):
         super().apply(event)

@@ -1,4 +1,4 @@
-"""Stores that the workers of a fleet share: who loads from them, what a router is told, and what it may promise."""
+"""Stores shared by workers of a fleet: loads from them, a router's index of them, and its promises."""
 
 import warnings
 
@@ -67,7 +67,7 @@ def test_without_stores_each_worker_has_its_own_folder():
     serve(fleet, 0)
     report = fleet.run(asked())
     assert router.reused == [0] * 4
-    assert report.run.promises == ()  # there is nothing to compare with
+    assert report.run.promises == ()  # there is no store to compare with
 
 
 class CreditsThePublisher(OfOwners):
@@ -126,7 +126,7 @@ class LeavesItOut(OfOwners):
 
 
 class Lowers(OfOwners):
-    """Promises half of it, alike."""
+    """Promises at most four blocks, for all workers alike."""
 
     def overlap_by_owner(self, request):
         return {"disk": {key: min(blocks, 4) for key, blocks in super().overlap_by_owner(request)["disk"].items()}}

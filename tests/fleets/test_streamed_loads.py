@@ -1,4 +1,4 @@
-"""A fleet whose router is fed by the load stream of its engines: what it is shown, and what is lost on the way."""
+"""Fleets whose router gets loads from the load stream of its engines: the readings, and lost messages."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def engines(count=2, **args):
 
 
 class Watching:
-    """Sends the first request to worker 0, the others where it was told, and notes what it is shown."""
+    """A router that picks worker 0 first and then the configured worker, and records its candidates."""
 
     def __init__(self, others=0):
         self.seen, self.others = [], others

@@ -1,4 +1,4 @@
-"""Whether workers that tie for the least cost share the picks: by hand, and of right routers."""
+"""Workers that tie for the least cost share the picks: examples by hand, and correct routers."""
 
 from random import Random
 
@@ -11,7 +11,7 @@ from pytest_kvmock.testing import RightRouter
 
 
 class Fixed:
-    """Picks the workers that it was given, in turn."""
+    """A router that picks the given workers in turn."""
 
     def __init__(self, *workers):
         self.left = list(workers)
@@ -21,7 +21,7 @@ class Fixed:
 
 
 class Costs:
-    """Costs by worker; the same for every request."""
+    """A selector with a fixed cost per worker."""
 
     def __init__(self, *costs):
         self.costs_of = costs
@@ -31,7 +31,7 @@ class Costs:
 
 
 def report_of(router, count=16, workers=3, apart_ms=500.0, **options):
-    """The report of requests of one block each that nobody holds."""
+    """Return the report of requests with one distinct block each, so that no worker holds it."""
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4)
     fleet = Fleet([MockEngine(args) for _ in range(workers)], router, **options)
     return fleet.run([TraceRequest(apart_ms * at, 4, 2, (at,)) for at in range(count)])

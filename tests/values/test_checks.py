@@ -1,4 +1,4 @@
-"""The words of refusals."""
+"""The texts of validation errors."""
 
 from __future__ import annotations
 

@@ -46,8 +46,7 @@ def test_the_error_for_uneven_lists_of_a_stored_has_their_lengths(arguments, mes
         Stored(*arguments)
 
 
-# What hybrid models and offloading publish: a span of which some blocks were kept, and a place of blocks that are
-# known.
+# Events of hybrid models and offloading: a span with some of its blocks kept, and a location of known blocks.
 SPARSE = SparseStored(7, (1, 2), span=24, block_size=4)
 SPANS = [SPARSE, SparseStored(None, (), 4, 4), SparseStored(2**64 - 1, (2**63,), 8, 4)]
 
@@ -316,4 +315,4 @@ def test_stored_event_creates_the_same_event_as_the_constructors():
     short = stored_event(1, 2, 3, 4, (5, 6), (7, 8), StorageTier.DISK, [(9,), (10,)])
     long = RouterEvent(1, KvCacheEvent(2, Stored(4, (5, 6), (7, 8)), 3), StorageTier.DISK, [(9,), (10,)])
 
-    assert (long, repr(long)) == (short, repr(short))  # the text has what is no part of equality
+    assert (long, repr(long)) == (short, repr(short))  # the repr also shows fields that equality ignores

@@ -1,4 +1,4 @@
-"""Long runs have Python look for cycles less often, never not at all, and leave the collector as they found it."""
+"""Long runs make the garbage collector run less often, never disable it, and restore its settings at the end."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ def _collector_of_a_new_interpreter():
 
 
 class Hooked(RoundRobin):
-    """Calls something before each pick."""
+    """A router that calls a hook before each pick."""
 
     def __init__(self, hook):
         super().__init__()
@@ -128,7 +128,7 @@ def test_a_reference_cycle_made_by_a_router_hook_is_collected_after_the_run():
     fleet(lambda: made.append(weakref.ref(Cycle()))).run(TRACE)
     assert len(TRACE) == len(made)
     kept = []
-    while any(ref() is not None for ref in made) and len(kept) < 10_000:  # nobody asks: new objects are enough
+    while any(ref() is not None for ref in made) and len(kept) < 10_000:  # no gc.collect(): new allocations are enough
         kept.append([])
     assert [None] * len(TRACE) == [ref() for ref in made]
 

@@ -1,4 +1,4 @@
-"""What a prompt carries beside its tokens: its hashes by the recordings, its refusals, and what travels with events."""
+"""Prompt keys: recorded hashes, refused values, and the extra data of events."""
 
 import pytest
 from hybrid_sizes import EACH, sized
@@ -170,7 +170,7 @@ def test_prompt_keys_are_carried_under_the_field_names_of_the_wire():
         "session_id": "x",
         "extra_keys": [("a", ("m", 2), "s"), ("a", ("m", -2)), ("a",)],
     }
-    assert "lora_id" not in keys.carried(0, 3, 4)  # a request has the name alone
+    assert "lora_id" not in keys.carried(0, 3, 4)  # a request has only the name
     assert PromptKeys(session_id="x").carried(0, 3, 4) == {"session_id": "x"}
     assert PromptKeys(cache_salt="s").carried(1, 3, 4)["extra_keys"] == [None, None]
 
@@ -180,7 +180,7 @@ ENGINES = [name for name in EACH if name != "hash_cache" and not name.startswith
 
 
 def ids_of(worker, events, *names):
-    """The numbers of adapters beside what a worker stores, each for a prompt of its own."""
+    """Return the adapter numbers of a worker's Stored events, one prompt per adapter."""
     ids = []
     for name in names:
         worker.serve(Prompt(range(1, 4 * worker.manager.block_size + 2), lora_name=name))
@@ -216,7 +216,7 @@ def test_an_adapter_is_numbered_even_if_its_request_stores_nothing(backend):
 
 
 class ById:
-    """An index that tells adapters apart by their numbers."""
+    """An index that identifies adapters by number."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -244,7 +244,7 @@ def test_an_index_that_identifies_adapters_by_number_drifts():
 
 
 def test_the_extra_keys_of_a_block_equal_those_hashed_by_vllm(recording):
-    """Those of 0.19.1 are not tagged, as on the wire."""
+    """Compare with 0.19.1, whose keys are untagged, as on the wire."""
     keys = {
         "salt": PromptKeys(cache_salt="salt1"),
         "lora": PromptKeys("adapter-a"),
@@ -273,7 +273,7 @@ def test_extra_keys_do_not_affect_equality_or_json():
 
 
 def one_behind_the_other(drawn):
-    """Items of (identifier, tokens before it, length)."""
+    """Return items that follow each other; each is given as (identifier, tokens before it, length)."""
     found, end = [], 0
     for identifier, gap, length in drawn:
         found.append((identifier, end + gap, length))
@@ -309,7 +309,7 @@ def test_part_of_selects_the_extra_keys_of_the_given_blocks(keys, start, end):
 
 @given(first=any_keys, second=any_keys)
 def test_prompts_share_local_hashes_only_where_their_keys_are_equal(first, second):
-    """But for where in a block an item stands, and in which order: Dynamo's hashes leave that out."""
+    """Ignore the position and order of items within a block: Dynamo's hashes do not include them."""
 
     def of(keys):
         return [(keys.lora_name, keys.cache_salt, sorted(of)) for of in keys.mm_hashes(0, 6, 4) or [[]] * 6]

@@ -1,4 +1,4 @@
-"""Who listens to a manager, and in which order."""
+"""Sinks of a manager: their signatures, and the order in which they are called."""
 
 from functools import partial
 from queue import Queue
@@ -49,7 +49,7 @@ def test_take_returns_and_clears_the_captured_events():
 
 
 class OfEvent:
-    """A sink of Dynamo's shape `publish(event)`, as its `KvCacheEventSink` has it."""
+    """A sink with the signature of Dynamo's `KvCacheEventSink`: `publish(event)`."""
 
     def __init__(self):
         self.taken = []
@@ -59,7 +59,7 @@ class OfEvent:
 
 
 class OfTokens:
-    """A sink of the earlier shape `publish(event, token_ids)`."""
+    """A sink with the earlier signature `publish(event, token_ids)`."""
 
     def __init__(self):
         self.taken = []
@@ -69,7 +69,7 @@ class OfTokens:
 
 
 class WithExtra:
-    """A sink of the event, and of what travels beside it."""
+    """A sink that takes the event and its extra data."""
 
     def __init__(self):
         self.taken = []
@@ -261,7 +261,7 @@ def test_an_invalid_sink_is_refused_by_every_call_that_takes_one(sink, message):
     assert [str(each.value) for each in (of_create_manager, of_manager, of_engine)] == [message] * 3
     assert str(of_harness.value) == f"add_sink: {message}"
     assert None is manager.sink
-    harness.worker(0).serve(harness.prompt(1))  # it has no sink that would raise
+    harness.worker(0).serve(harness.prompt(1))  # no refused sink was added
     assert harness.judge().errors == []
 
 

@@ -1,4 +1,4 @@
-"""The strict reader: what each thing in a document is, and the one error that each odd document gets."""
+"""The strict YAML reader: the value of each element, and the one error of each unsupported document."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCALARS = [
     ("null", None),
     ("~", None),
     ("", None),
-    # YAML 1.1 makes something else of each of these, which nobody means.
+    # YAML 1.1 reads each of these as another type, which authors rarely mean.
     ("yes", "yes"),
     ("no", "no"),
     ("on", "on"),

@@ -1,4 +1,4 @@
-"""Hashes against recordings of Dynamo, growing sequences against hashing anew, and what is refused."""
+"""Hashes compared with recordings of Dynamo, growing sequences compared with hashing again, and refused input."""
 
 import json
 from array import array
@@ -351,9 +351,9 @@ def test_a_prompt_of_token_runs_equals_a_prompt_of_its_tokens(runs, block_size):
     ids, times, length = runs
     tokens = tuple(each % 2**32 for each in ids for _ in range(times))[:length]
     plain, made = Prompt(tokens), Prompt(TokenRuns(ids, times, length))
-    for _ in range(2):  # as it is, and after it was released
+    for _ in range(2):  # before and after release()
         assert plain.block_hashes(block_size) == made.block_hashes(block_size)
-        assert plain.last_hash(block_size) == made.last_hash(block_size)  # also of one that was released
+        assert plain.last_hash(block_size) == made.last_hash(block_size)  # also after release()
         assert plain.sequence_hashes(block_size) == made.sequence_hashes(block_size)
         assert next(reversed(plain.sequence_hashes(block_size)), None) == made.last_hash(block_size)
         assert plain.last_hash(3) == made.last_hash(3)

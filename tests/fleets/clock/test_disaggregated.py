@@ -1,4 +1,4 @@
-"""Replays with prefill and decode engines, recorded from Dynamo's mocker 1.2.1, to the bit."""
+"""Replays with prefill and decode engines equal recordings of Dynamo's mocker 1.2.1 bit for bit."""
 
 import re
 
@@ -45,7 +45,7 @@ def test_a_replay_with_handoffs_equals_the_recorded_one(case, version, watched):
 
 
 def pair(blocks, **link):
-    """A prefill engine, and a decode engine of so many blocks of 4 tokens."""
+    """Return a prefill engine and a decode engine with the given number of blocks of 4 tokens."""
     sizes = {"block_size": 4, "semantics": "1.6.1"}
     prefill = MockEngine(MockEngineArgs(worker_type="prefill", num_gpu_blocks=100, **sizes, **link))
     return prefill, MockEngine(MockEngineArgs(worker_type="decode", num_gpu_blocks=blocks, **sizes, **link))

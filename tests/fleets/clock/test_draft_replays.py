@@ -1,5 +1,5 @@
-"""Engines with a draft model in time: what is accepted follows from the seed, as recorded from ai-dynamo-runtime
-1.6.1.
+"""Engines with a draft model in virtual time: the seed determines the accepted drafts, as recorded from
+ai-dynamo-runtime 1.6.1.
 """
 
 import pytest

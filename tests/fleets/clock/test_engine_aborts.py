@@ -1,4 +1,4 @@
-"""What an engine does about a request whose client goes: what comes out of it, what is freed, and what is published."""
+"""Aborted requests of an engine: their tokens, the blocks that are freed, and the events."""
 
 import pytest
 from depth import examples
@@ -41,7 +41,7 @@ def test_an_abort_drops_the_token_of_the_current_pass(backend):
     begun = engine.inside.start_pass(engine.now_ms)
     before = statuses(gone)
     gone.abort()
-    assert before == statuses(gone)  # it is open until the end of the pass
+    assert before == statuses(gone)  # the request stays open until the end of the pass
     done = engine.inside.finish_pass()
     assert done is begun
     assert ([gone], [stays], 1) == (done.aborted, done.generated, len(done.tokens))
@@ -111,7 +111,7 @@ def test_an_aborted_running_request_of_sglang_gets_one_more_pass_and_a_checkpoin
     assert ([gone], [gone], []) == (done.aborted, done.generated, done.finished)
     assert statuses(gone) == [("aborted", 3, 3)]
     (stored,) = sink.take()
-    assert len(stored.data.block_hashes) == 1  # 8 tokens are computed: the second page is full
+    assert len(stored.data.block_hashes) == 1  # 8 tokens are computed, so the second page is full
     assert (engine.is_idle, engine.metrics.active_blocks) == (True, 0)
 
 
@@ -158,14 +158,14 @@ def test_an_abort_between_two_chunks_makes_no_checkpoint_in_sglang(backend):
     engine.inside.start_pass(engine.now_ms)
     request.abort()
     assert [request] == engine.inside.finish_pass().aborted
-    sink.take()  # of the chunk under way
+    sink.take()  # of the current chunk
     assert (sink.take(), engine.metrics.active_blocks) == ([], 0)
     assert first
     assert engine.is_idle
 
 
 def test_an_abort_in_the_dynamo_mock_of_sglang_caches_no_further_page():
-    """aisimulate-core 0.13.0: `cancel_active_request` releases the lease, and inserts no page."""
+    """Follow aisimulate-core 0.13.0: `cancel_active_request` releases the lease and inserts no page."""
     sink = CapturingSink()
     args = MockEngineArgs(engine_type="sglang", num_gpu_blocks=40, block_size=SIZE)
     engine = MockEngine(args, backend="mocker_sglang_1_6", sink=sink)
@@ -352,7 +352,7 @@ def test_a_listener_of_a_replay_can_abort_a_request(backend):
 
 
 def test_a_listener_can_abort_a_request_of_another_engine_during_its_plan():
-    """The other engine runs its passes in one go, and its plan ends with the pass under way."""
+    """The other engine runs its passes in one go; the abort ends its plan with the current pass."""
     reports = []
     for other_listens in (True, False):
         engines = [engine_of() for _ in range(2)]

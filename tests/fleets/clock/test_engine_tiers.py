@@ -18,13 +18,13 @@ from pytest_kvmock.fleets.fleet_events import Heard, TrueCaches
 CASES = recorded("replay_offload.json.gz")
 NAMES = {StorageTier.DEVICE: [], StorageTier.HOST_PINNED: ["HostPinned"]}
 BACKENDS = ("lineage", "lru", "multi_lru")
-MS = 1_000_000  # bytes that a link of 1 GB/s moves in a ms
+MS = 1_000_000  # bytes that a link of 1 GB/s transfers in 1 ms
 HOST = {"kv_bytes_per_token": MS // 4, "bandwidth_g1_to_g2_gbps": 1.0, "bandwidth_g2_to_g1_gbps": 1.0}
 SLOW = {"performance_model": (10.0, 1.0)}
 
 
 class StampingSink(CapturingSink):
-    """Keeps with each event the moment of the pass that published it."""
+    """A sink that keeps each event with the time of the pass that published it."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ def tokens_of(*blocks):
 
 
 def evicted_prompt(engine, *, blocks=6):
-    """Have the engine serve a prompt, and another one, so that the host has of the first what the device has not."""
+    """Serve two prompts and return the first, of which the host then holds the part that the device lacks."""
     first = tokens_of(*range(blocks))
     for prompt in (first, tokens_of(*range(100, 100 + blocks))):
         engine.submit(prompt, 1)
@@ -55,7 +55,7 @@ def evicted_prompt(engine, *, blocks=6):
 
 
 def park(engine, prompt):
-    """Submit a request and run passes until it waits for the host."""
+    """Submit a request and run passes until it is parked for its host blocks."""
     request = engine.submit(prompt, 1)
     for _ in range(10):
         engine.step()
@@ -69,7 +69,7 @@ def park(engine, prompt):
 
 
 def recorded_form(sink):
-    """The events as they were recorded: hashes are numbered in the order in which they come up."""
+    """Return the events in the recorded form: hashes are numbered in the order of first occurrence."""
     names, locals_ = {None: None}, {}
     rows = []
     for moment, event in zip(sink.stamps, sink.router_events, strict=True):
@@ -108,7 +108,7 @@ def test_a_replay_with_a_host_equals_the_recorded_one(case, watched):
         size = how["trace_block_size"]
         return replay(requests, engines, (), how.get("replay_concurrency"), speedup, trace_block_size=size)
 
-    if "error" in run:  # it did not end
+    if "error" in run:  # the recorded replay did not end
         with pytest.raises(EngineStalled):
             play()
         return
@@ -120,7 +120,7 @@ def test_a_replay_with_a_host_equals_the_recorded_one(case, watched):
 
 
 def test_the_recorded_replays_load_blocks_back_from_the_host():
-    """Else they would say nothing of parked requests."""
+    """Otherwise the recordings would not cover parked requests."""
     tiers = defaultdict(int)
     for case in CASES:
         events = case["runs"]["1.2.1"].get("events", [])
@@ -137,7 +137,7 @@ def test_the_recorded_replays_load_blocks_back_from_the_host():
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_prefix_is_loaded_back_from_the_host_before_its_request_is_admitted(backend):
-    """A block takes 1 ms on the link: 4 tokens of 250,000 bytes at 1 GB/s."""
+    """A block of 4 tokens of 250,000 bytes takes 1 ms on a link of 1 GB/s."""
     sink = CapturingSink()
     engine = engine_of(backend=backend, sink=sink)
     prompt = evicted_prompt(engine)
@@ -233,7 +233,7 @@ def test_closing_and_restarting_drop_parked_requests():
 
 
 def test_an_engine_with_lost_slots_stalls_and_names_that_reason():
-    """The host has one block and batches have 32: what is evicted together is lost, as in the original."""
+    """The host has 1 block and a batch 32, so blocks evicted together are lost, as in the original."""
     engine = engine_of(host=1, batch=32)
     for first in (0, 100):
         engine.submit(tokens_of(*range(first, first + 7)), 1)
@@ -258,7 +258,7 @@ def test_a_replay_over_an_engine_with_lost_slots_stalls():
 
 
 def test_many_small_transfers_do_not_stall(monkeypatch):
-    """Each of 100 blocks travels by itself, so that more passes generate nothing than without tiers there may be."""
+    """Transfer 100 blocks one by one: more passes generate nothing than the stall limit without tiers allows."""
     monkeypatch.setattr(engine_inside, "MOST_IDLE_PASSES", 10)
     engine = engine_of(blocks=101, host=300, batch=1, max_num_batched_tokens=None)
     for first in (0, 1000):
@@ -420,7 +420,7 @@ def traffic(draw):
     return fields, draw(st.lists(prompts, min_size=1, max_size=12)), draw(st.booleans())
 
 
-@example(  # a batch is queued behind one that takes no time
+@example(  # a batch queued behind one that takes no time
     (
         {
             "blocks": 7,
@@ -459,14 +459,15 @@ def test_any_traffic_conserves_slots_and_events_equal_the_blocks_of_each_tier(gi
                 assert manager.num_active_blocks <= manager.num_blocks
                 assert manager.num_outside <= manager.num_active_blocks
         except EngineStalled:
-            stalled = True  # the original is in a loop there
+            stalled = True  # the original loops endlessly here
     if not stalled:
         assert {request.status for request in opened} == {"finished"}
         engine.run(engine.now_ms + 1_000_000)
         if not manager.offload.lost_blocks:
             assert (manager.num_active_blocks, manager.num_outside) == (0, 0)
     held = {StorageTier.DEVICE: set(), StorageTier.HOST_PINNED: set()}
-    departed, twice = set(), False  # what left the device twice may come to the host unsaid (the original's rule)
+    # A block that left the device twice may reach the host without an event (rule of the original).
+    departed, twice = set(), False
     for event in sink.router_events:
         blocks, data = held[event.storage_tier], event.event.data
         if isinstance(data, Removed):
@@ -507,9 +508,7 @@ def test_a_parked_request_continues_after_its_manager_was_cleared():
 
 
 def test_indexes_of_a_fleet_keep_the_host_blocks_after_a_cleared_of_the_device():
-    """vLLM's Cleared is of the device alone, which no event says: indexes that the fleet makes read it from the
-    engine's traits.
-    """
+    """vLLM's Cleared covers only the device, which no event says: a fleet's own indexes read it from the traits."""
     args = MockEngineArgs(num_gpu_blocks=8, block_size=4)
     workers = [
         KvWorker(

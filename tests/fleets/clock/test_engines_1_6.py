@@ -1,4 +1,4 @@
-"""Worked examples of Dynamo 1.6.1, whose figures are output of the running program, and what is refused there."""
+"""Worked examples of Dynamo 1.6.1 with figures printed by the running program, and the arguments that it refuses."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +14,7 @@ def args_of(dp_size=1, **engine):
 
 
 def trace_of(*rows, size=4):
-    """Requests of (timestamp, prompt, output); each prompt has blocks of its own, or begins with a number given
-    behind.
-    """
+    """Return requests of (timestamp, prompt, output); prompts share no block unless a fourth item is their first id."""
     requests = []
     for number, (at, prompt, output, *first) in enumerate(rows):
         start = first[0] if first else 1000 * (number + 1)
@@ -42,7 +40,7 @@ def times(report):
 def test_the_prefill_gives_the_first_token_and_later_tokens_take_time_by_length():
     report = play([(0, 128, 3)], size=64, num_gpu_blocks=100)
     assert [rounded([18.451798, 18.451798 + 6.818182, 18.451798 + 6.818182 + 6.826458])] == times(report)
-    assert report.to_json()["median_itl_ms"] == 6.827783797542894  # of a sketch: above the greatest gap
+    assert report.to_json()["median_itl_ms"] == 6.827783797542894  # from a sketch: above the greatest gap
 
 
 def test_a_fixed_timing_model_gives_constant_pass_times():
@@ -185,9 +183,7 @@ def test_requests_that_end_after_stop_ms_do_not_count(stop_ms, completed, tokens
 
 @pytest.mark.parametrize(("concurrency", "stop_ms"), [(None, None), (2, None), (None, 50)])
 def test_in_a_trace_with_sessions_a_request_without_one_is_named_by_its_row(concurrency, stop_ms):
-    """So it is in an open loop too, if the trace has a session of two turns, whether or not the second one is
-    reached.
-    """
+    """Also in an open loop whose trace has a session of two turns, even if the second turn is not reached."""
     rows = [
         TraceRequest(0, 8, 4, (1, 2), "a"),
         TraceRequest(100, 8, 4, (3, 4), "a"),
@@ -199,7 +195,7 @@ def test_in_a_trace_with_sessions_a_request_without_one_is_named_by_its_row(conc
 
 
 def test_an_sglang_engine_without_progress_stalls_before_stop_ms():
-    """Whatever else would happen, as in the original: here is no room for the second prompt with its output."""
+    """As in the original, whatever else would happen; the second prompt with its output has no room here."""
     rows = [(0, 8, 2), (0, 40, 8), (300, 8, 2)]
     with pytest.raises(EngineStalled) as caught:
         play(rows, count=2, backend="sglang", size=8, num_gpu_blocks=6, options={"stop_ms": 200})
@@ -214,16 +210,14 @@ def test_an_sglang_pass_either_computes_prompts_or_generates_tokens():
 
 
 def test_sglang_requests_without_output_end_before_the_others_of_their_pass():
-    """So their pages are the older ones, and go first: the third request takes one of the second's, none of the
-    first's.
-    """
+    """Their pages are older and evicted first: the third request evicts a page of the second, none of the first."""
     rows = [(0, 8, 1, 10), (0, 8, 0, 20), (100, 12, 1, 30), (200, 12, 1, 10)]
     last = play(rows, backend="sglang", num_gpu_blocks=6).requests[3]
     assert (last.reused_tokens, rounded(last.token_ms)) == (8, [216.56216])
 
 
 def test_sglang_sorts_its_queue_even_in_passes_that_admit_no_request():
-    """The last request goes before the one that waits with a chunk, as it did while more of its prompt was cached."""
+    """The last request overtakes the one that waits with a chunk, because more of its prompt was cached when sorted."""
     rows = [(0, 8, 0, 2), (0, 8, 8, 1), (0, 2, 3, 1), (0, 5, 0, 3), (73, 8, 2, 2)]
     requests = [TraceRequest(at, prompt, output, (name,)) for at, prompt, output, name in rows]
     sglang = {"schedule_policy": "lpm", "chunked_prefill_size": 8}
@@ -247,7 +241,7 @@ def test_the_ranks_of_a_worker_run_in_lock_step():
 
 
 def test_a_pass_that_defers_prefills_defers_a_prompt_even_if_the_budget_has_room():
-    """The third prompt could have the one token that decode leaves of the budget, in a pass that defers prefills."""
+    """The pass defers prefills, although decode leaves one token of the budget for the third prompt."""
     report = play(
         [(0, 2, 20), (0, 2, 20), (11.5, 6, 2)],
         dp_size=2,
@@ -301,7 +295,7 @@ def test_arguments_of_1_6_1_are_refused_by_engines_of_other_semantics(field):
 
 
 def test_a_request_that_is_never_admitted_stalls_the_engine():
-    with pytest.raises(EngineStalled):  # it fits, and is never admitted: its room must be more than it takes
+    with pytest.raises(EngineStalled):  # it fits but is never admitted: the free room must exceed what it takes
         play([(0, 8, 4)], backend="sglang", num_gpu_blocks=3)
 
 

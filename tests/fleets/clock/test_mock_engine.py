@@ -1,4 +1,4 @@
-"""A mock engine: requests in; passes, tokens, events and a report out."""
+"""Mock engines: requests in; passes, tokens, events and a report out."""
 
 import pytest
 
@@ -60,7 +60,7 @@ def test_a_pass_reports_its_scheduled_requests_and_times():
     done = engine.step()
     assert ([first], [9]) == (done.generated, done.decode_lengths)
     assert done.prefill_ms == 0.0
-    metrics = engine.step().to_json(worker_id=3, dp_rank=1, counter_id=7)  # nothing is open any more
+    metrics = engine.step().to_json(worker_id=3, dp_rank=1, counter_id=7)  # no request is open
     assert tuple(
         metrics[key] for key in ("worker_id", "dp_rank", "counter_id", "num_decode_requests", "wall_time_secs")
     ) == (3, 1, 7, 0, 0.0)
@@ -334,7 +334,7 @@ def test_closing_an_engine_frees_blocks_reserved_for_an_external_prompt():
 
 def test_an_invalid_driver_for_schedulers_is_refused():
     class OldDriver:
-        """What a backend of a user may have: a driver of workers only."""
+        """A driver as a custom backend may have: it drives workers only."""
 
         powers = Powers()
 
@@ -414,7 +414,7 @@ def test_an_invalid_until_ms_is_refused(until):
 
 
 def test_running_until_a_past_time_does_nothing():
-    """A pass may go beyond the moment that was asked for; who follows arrivals need not look."""
+    """A pass may end after `until_ms`, so a caller that follows arrivals need not check the time."""
     engine = engine_of()
     engine.submit(tokens(8), 3)
     engine.run(until_ms=1.0)

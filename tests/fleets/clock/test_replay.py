@@ -56,7 +56,7 @@ def test_the_next_turn_of_a_session_waits_for_the_previous_turn():
 
 
 def test_a_session_of_two_turns_has_the_duration_of_the_worked_example():
-    """Reference 3.11: 8 tokens and 2 outputs, then after a delay of 50 a turn of 12 tokens, 8 of them cached."""
+    """Reference 3.11: 8 tokens and 2 outputs; after a delay of 50 ms a turn of 12 tokens, 8 of them cached."""
     report = replay(
         [request(0.0, [1, 2], 2, session_id="s"), request(None, [1, 2, 3], 1, session_id="s", delay=50.0)],
         [engine()],
@@ -74,7 +74,7 @@ def test_a_session_of_two_turns_has_the_duration_of_the_worked_example():
     ],
 )
 def test_before_1_6_a_single_engine_in_a_closed_loop_takes_a_turn_when_its_pass_ends(on_time, fields, backend):
-    """Live: the original's loop for one engine looks at the clock between passes, up to 1.6."""
+    """Recorded live: before 1.6 the original's loop for one engine checks the clock only between passes."""
     long = request(0.0, [9], 20)
     turns = [request(0.0, [1], session_id="s"), request(None, [1, 2], session_id="s", delay=30.0)]
     engines = [MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=100, **fields), backend=backend)]

@@ -1,4 +1,4 @@
-"""Replays recorded from Dynamo's mocker 1.1.1 and 1.2.1, to the bit."""
+"""Replays equal recordings of Dynamo's mocker 1.1.1 and 1.2.1 bit for bit."""
 
 from itertools import groupby, islice
 from operator import itemgetter
@@ -42,7 +42,7 @@ WITH_REUSED_BLOCKS = [run for run in MOONCAKE if "reused_blocks" in run]
 WORLD = itemgetter("trace", "num_gpu_blocks", "replay_concurrency")
 REPLAYS = [[*runs] for _, runs in groupby(sorted(MOONCAKE, key=WORLD), key=WORLD)]
 """The runs of each world: one replay shows them all."""
-HEAD = 1_000  # requests: the smaller caches are filled after a hundred
+HEAD = 1_000  # requests; the smaller caches are full after a hundred
 
 
 def replay_mooncake(run, traces_dir, most=None):
@@ -55,7 +55,7 @@ def reused_blocks(report):
     return [request.reused_tokens // 512 for request in report.requests]
 
 
-# What a request reuses depends on those before it only: they are served in the order of the trace.
+# Requests are served in the order of the trace, so reuse depends only on earlier requests.
 @pytest.mark.parametrize("run", few(WITH_REUSED_BLOCKS, 2), ids=lambda run: run["id"])
 def test_the_head_of_a_mooncake_trace_reuses_the_recorded_blocks(run, traces_dir):
     assert run["reused_blocks"][:HEAD] == reused_blocks(replay_mooncake(run, traces_dir, HEAD))

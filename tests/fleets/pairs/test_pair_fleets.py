@@ -1,4 +1,4 @@
-"""A fleet of P/D pairs: the router picks twice, in either order, and nothing is left of any request."""
+"""Fleets of P/D pairs: the router picks twice, in either order, and no request leaves an entry or block."""
 
 from collections import Counter
 from random import Random
@@ -34,7 +34,7 @@ def statuses(report):
 
 
 class Answers(Noting):
-    """Gives the answers that it is told to, by leg; else it picks."""
+    """A router with fixed answers by leg; without one it picks normally."""
 
     def __init__(self, way="vllm", *, prefill=None, decode=None, holds=False):
         super().__init__(way=way)
@@ -79,8 +79,8 @@ def test_serial_legs_are_picked_one_after_the_other():
         ("first_token", "decode"),
         ("finished", "decode"),
     ]
-    assert told[0][2] is None  # nothing was picked before
-    assert told[3][2] == told[0][3]  # the decode pick is told of the prefill worker
+    assert told[0][2] is None  # no worker was picked before
+    assert told[3][2] == told[0][3]  # the decode pick sees the prefill worker
 
 
 def test_with_decode_first_both_workers_are_picked_before_the_first_leg_is_sent():
@@ -269,7 +269,7 @@ def test_role_figures_count_legs_hits_transfers_and_link_time():
     assert (p.workers, p.requests, p.kept, p.ends) == ((0, 1), 2, 2, {"finished": 2})
     assert (d.workers, d.requests, d.ends) == ((2, 3), 2, {"finished": 2})
     assert p.computed + p.hits == 2 * len(PROMPT)
-    assert d.computed == 2  # the last token of each prompt again
+    assert d.computed == 2  # the last token of each prompt is computed again
     assert d.transferred + d.hits == 2 * len(PROMPT)
     assert d.link_ms > 10
     assert "prefill (workers 0, 1): 2 legs" in str(report)
@@ -278,7 +278,7 @@ def test_role_figures_count_legs_hits_transfers_and_link_time():
 
 @pytest.mark.parametrize("way", WAYS)
 def test_every_kept_prefill_leg_counts_even_if_its_answer_is_late(way):
-    # 3.9: SGLang's P answers after D's first token may be out, and here after all of D's tokens.
+    # 3.9: SGLang's P may answer after D's first token; here it answers after all of D's tokens.
     report = fleet(Noting(way=way), way, link=PairLink(lambda tokens: tokens / 10)).run(trace(output_tokens=(1, 3)))
     assert (report.roles["prefill"].kept, report.roles["prefill"].requests) == (40, 40)
 
@@ -308,7 +308,7 @@ def test_an_aborted_request_leaves_no_entry_in_any_phase(after_ms, ends):
 
 
 def test_an_abort_does_not_end_requests_with_the_same_name_prefix():
-    # 3.10: an abort names all requests whose id begins with the given one.
+    # 3.10: an abort ends all requests whose id begins with the given one.
     rows = [request(PROMPT[: 40 + at], output=40, abort_after_ms=60.0 if at == 1 else None) for at in range(24)]
     report = fleet(Noting(way="sglang"), made=engines("sglang", 1, 1)).run(rows)
     assert statuses(report) == {"finished": 23, "aborted": 1}
@@ -358,7 +358,7 @@ def test_an_engine_that_joins_serves_in_its_role():
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("way", WAYS)
 def test_an_empty_role_serves_requests_again_when_a_worker_joins(way, role):
-    # None of a role is there in the end of the first run, and at the start of the second one.
+    # The role has no worker at the end of the first run and at the start of the second.
     router = Noting(way=way)
     made = fleet(router, way)
     for worker in (0, 1) if role == "prefill" else (2, 3):
@@ -374,7 +374,7 @@ def test_an_empty_role_serves_requests_again_when_a_worker_joins(way, role):
 
 @pytest.mark.parametrize("way", WAYS)
 def test_the_remaining_workers_serve_later_runs(way):
-    # They were named in the first run, and others know them by these names.
+    # They were named in the first run, and other engines know them by these names.
     made = fleet(Noting(way=way), way)
     made.at(50.0).leave(0)
     made.at(60.0).restart(2)
@@ -413,7 +413,7 @@ def test_a_router_can_drop_the_parameters_of_the_decode_leg():
 
 
 class Carries(Noting):
-    """A right router, but for what the decode leg carries."""
+    """A correct router that changes the parameters of the decode leg."""
 
     def __init__(self, way, change):
         super().__init__(way=way)

@@ -1,4 +1,4 @@
-"""Fleets of P/D pairs whose workers have ranks: a pick names one, and its blocks are found there."""
+"""Fleets of P/D pairs whose workers have ranks: a pick names a rank, and its blocks are found there."""
 
 from collections import Counter
 from random import Random
@@ -16,7 +16,7 @@ P_RANKS, D_RANKS = [(0, 0), (0, 1)], [(1, 0), (1, 1)]
 
 
 def ranked(way="vllm", p=2, d=2):
-    """A prefill and a decode worker of so many ranks."""
+    """Return a prefill and a decode worker with the given numbers of ranks."""
     return engines(way, p, d, p={"dp_size": p}, d={"dp_size": d})
 
 
@@ -25,7 +25,7 @@ def noting(way="vllm", workers=(*P_RANKS, *D_RANKS), kind=Noting):
 
 
 class Carries(Noting):
-    """Picks rank 1 of the prefill worker, and changes what the decode leg carries."""
+    """A router that picks rank 1 of the prefill worker and changes the parameters of the decode leg."""
 
     changes = staticmethod(lambda parameters: parameters)
 
@@ -37,7 +37,7 @@ class Carries(Noting):
 
 
 def carried(way, changes=lambda parameters: parameters):
-    """The report of one request, of which the decode leg carries what `changes` makes; and what it carried."""
+    """Run one request whose decode leg carries `changes(parameters)`; return the report, parameters and fleet."""
     seen = []
     router = noting(way, kind=Carries)
     router.changes = lambda parameters: seen.append(changes(parameters)) or seen[-1]
@@ -85,14 +85,14 @@ def test_a_repeated_prompt_hits_at_its_rank(way):
 
 
 def test_a_lease_names_the_side_channel_of_its_rank():
-    # 1.24: side channel port + rank, so that each rank of D may read.
+    # 1.24: side channel port + rank, so each rank of D can read.
     report, given, _ = carried("vllm")
     assert (given["remote_engine_id"], given["remote_port"]) == ("prefill-0_dp1", 5601)
     assert len(report.completed) == 1
 
 
 def test_the_number_of_a_room_encodes_the_picked_rank():
-    # 5.2: moved so that its remainder is the picked rank.
+    # 5.2: the room number is moved until its remainder is the picked rank.
     report, given, made = carried("sglang")
     assert given["bootstrap_room"] % 2 == 1
     assert made.engines[0, 0].worker.pair.rooms.seen == [
@@ -105,7 +105,7 @@ def test_the_number_of_a_room_encodes_the_picked_rank():
 @pytest.mark.parametrize(
     ("fields", "completed"),
     [
-        ({"bootstrap_room": 4}, 0),  # 3.5: D looks at rank 0
+        ({"bootstrap_room": 4}, 0),  # 3.5: D looks it up at rank 0
         ({"bootstrap_room": 4, "disagg_prefill_dp_rank": 1}, 1),
         ({"disagg_prefill_dp_rank": 0}, 0),
         ({"bootstrap_room": 4, "routed_dp_rank": 1, "disagg_prefill_dp_rank": 1}, 1),
@@ -119,7 +119,7 @@ def test_a_decode_leg_at_a_wrong_rank_waits_for_its_timeout(fields, completed):
 
 
 def test_a_decode_leg_at_a_rank_that_does_not_exist_fails_at_once():
-    # The bootstrap server has no address of it (`CommonKVReceiver`).
+    # The bootstrap server has no address of that rank (`CommonKVReceiver`).
     report, _, made = carried("sglang", lambda parameters: parameters.changed(disagg_prefill_dp_rank=7))
     assert len(report.completed) == 0
     assert report.run.served[0].request.ended_ms == pytest.approx(0, abs=400)

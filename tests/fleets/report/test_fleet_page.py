@@ -1,4 +1,4 @@
-"""What the page of a fleet shows: its data, from a report."""
+"""The data that a fleet page shows, taken from a report."""
 
 import json
 
@@ -28,7 +28,7 @@ EVIL = "<img src=x onerror=alert(1)>"
 
 
 class Deaf(RadixIndex):
-    """Hears no Removed."""
+    """A router that ignores Removed."""
 
     def apply(self, event):
         if not isinstance(event.event.data, Removed):
@@ -74,7 +74,7 @@ def test_the_picks_with_regret_show_the_costs_of_all_candidates():
 
 
 def test_the_page_and_assert_balanced_name_the_same_busiest_worker():
-    """A crash early on: by plain sums each of the others did more than the mean."""
+    """One worker crashes early, so by plain sums each other worker did more than the mean."""
     engines = [MockEngine(ARGS, seed=at) for at in range(3)]
     fleet = Fleet(engines, RoundRobin())
     fleet.at(60).crash(1)
@@ -119,8 +119,8 @@ def test_workers_without_requests_are_named_first():
         ({0: 0, 1: 9, 2: 0}, None, "workers 0 and 2 got none of 9 pears"),
         ({0: 0, 1: 9, 2: 0, 4: 0}, None, "workers 0, 2 and 4 got none of 9 pears"),
         ({(0, 0): 9, (0, 1): 0, (1, 0): 0, (1, 1): 0}, None, "workers (0, 1), (1, 0) and (1, 1) got none of 9 pears"),
-        ({0: 2, 1: 0, 2: 0}, None, ""),  # two cannot be enough for three
-        ({0: 9, 1: 0}, {0: 1.0, 1: 0.1}, ""),  # it came late
+        ({0: 2, 1: 0, 2: 0}, None, ""),  # two workers there cannot account for three
+        ({0: 9, 1: 0}, {0: 1.0, 1: 0.1}, ""),  # it joined late
         ({0: 0, 1: 0}, None, ""),
         ({}, None, ""),
     ],

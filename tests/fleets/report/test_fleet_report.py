@@ -1,6 +1,4 @@
-"""The report of a fleet: figures by worker and in all, by hand on traces that one can read; compared, recorded,
-required.
-"""
+"""Fleet reports: figures per worker and in total, worked out by hand; comparisons, records and assertions."""
 
 import json
 import re
@@ -48,7 +46,7 @@ def fleet(router=None, count=2, args=ARGS, **options):
 
 
 class Fixed:
-    """Picks the workers that it was given, in turn."""
+    """A router that picks the given workers in turn."""
 
     def __init__(self, *workers):
         self.left = list(workers)
@@ -58,7 +56,7 @@ class Fixed:
 
 
 class Own:
-    """A selector of few lines: blocks that are not cached."""
+    """A minimal selector: its cost is the number of blocks that are not cached."""
 
     def cost(self, request, candidate):
         return len(request.local_hashes) - candidate.overlap
@@ -87,7 +85,7 @@ def test_balance_is_weighted_by_the_share_of_picks_with_the_worker_as_candidate(
 
 @pytest.mark.parametrize(("count", "limit"), [(2, 1.5), (3, 1.8), (4, 2.0), (8, 2.0)])
 def test_the_default_limit_of_balance_depends_on_the_number_of_workers(count, limit):
-    """Of so many picks: the first worker has as much as it may, then one more."""
+    """Of 1000 requests the first worker has exactly the limit, then one more."""
     most = round(1000 * limit / count)
     for first, is_right in ((most, True), (most + 1, False)):
         rest = (1000 - first) / (count - 1)
@@ -101,7 +99,7 @@ def test_the_default_limit_of_balance_depends_on_the_number_of_workers(count, li
 
 @pytest.mark.parametrize("there", [1.0, 0.5, 0.1, 0.01])
 def test_a_worker_with_all_requests_is_unbalanced_by_default(there):
-    """Where a second worker was there for a while, and got nothing: no assignment is more uneven than that."""
+    """The second worker was there for a share of the run and got nothing: no assignment is more uneven."""
     with pytest.raises(AssertionError, match="worker 0 has"):
         assert_balanced("requests", {0: 1000, 1: 0}, there={0: 1.0, 1: there})
     assert_balanced("requests", {0: 1000 * (1 - there / 2), 1: 1000 * there / 2}, there={0: 1.0, 1: there})
@@ -110,7 +108,7 @@ def test_a_worker_with_all_requests_is_unbalanced_by_default(there):
 @pytest.mark.parametrize("within", [None, 1.0, 2.0])
 def test_a_single_worker_is_always_balanced(within):
     assert_balanced("requests", {0: 9}, within)
-    assert_balanced("requests", {0: 9, 1: 3}, within, {0: 0.75, 1: 0.25})  # one after the other
+    assert_balanced("requests", {0: 9, 1: 3}, within, {0: 0.75, 1: 0.25})  # one worker after the other
     fleet(Fixed(0, 0), count=1).run([request(500 * each, [each]) for each in range(2)]).assert_balanced(within)
 
 
@@ -131,7 +129,7 @@ def test_a_balance_limit_that_can_never_fail_is_refused():
     there = {0: 1.0, 1: 1.0, 2: 0.2}
     with pytest.raises(ValueError, match=r"within=2\.2 can never fail: a pick had 2\.2 candidates on the mean"):
         assert_balanced("requests", {0: 9, 1: 1, 2: 0}, 2.2, there)
-    # One that was there for a short time may have computed all of the tokens: 2.2 / 0.2 times the mean.
+    # A worker that was there for a short time may have computed all tokens: 2.2 / 0.2 times the mean.
     with pytest.raises(AssertionError, match=r"worker 2 has 11\.00 times"):
         assert_balanced("prompt tokens", {0: 0, 1: 0, 2: 50}, 10.9, there)
     with pytest.raises(ValueError, match="no worker can have more than 11 times"):
@@ -148,9 +146,7 @@ def test_assert_balanced_names_the_overloaded_worker():
 
 
 def test_figures_equal_those_worked_out_by_hand():
-    """Three requests with one prefix of two blocks: the second goes elsewhere, the third back to what the first
-    left.
-    """
+    """Three requests share a prefix of two blocks; the second goes to the other worker, the third to the first."""
     rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
     report = fleet(Fixed(0, 1, 0)).run(rows)
     whole, first, second = report.rows()[None], report.rows()[0], report.rows()[1]
@@ -163,14 +159,14 @@ def test_figures_equal_those_worked_out_by_hand():
     assert tuple(row["prompt_tokens_computed"] for row in (whole, first, second)) == (28, 16, 12)
     assert whole["balance_requests"] == 4 / 3
     assert whole["balance_prompt_tokens"] == 16 / 14
-    assert whole["balance_open_requests"] is None  # nothing was open when the next came
+    assert whole["balance_open_requests"] is None  # no request was open when the next one arrived
     assert whole["goodput"] is None
 
 
 @pytest.mark.parametrize("seed", seeds(30))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
 def test_no_router_exceeds_the_ideal_hit_ratio(backend, seed):
-    """In whatever order they are served: what is new to one endless cache is new to some engine too."""
+    """In any serving order, a block that is new to one endless cache is new to some engine."""
     kind = "sglang" if "sglang" in backend else "vllm"
     args = MockEngineArgs(num_gpu_blocks=64 if seed % 2 else 400, block_size=4, engine_type=kind)
     workers = [MockEngine(args, backend=backend) for _ in range(1 + seed % 3)]
@@ -189,14 +185,14 @@ def test_evicted_blocks_are_counted_by_worker():
 
 
 def test_open_requests_are_counted_at_each_pick():
-    """Worker 0 has one open at the second pick and two at the third; then nothing more is picked."""
+    """Worker 0 has one open request at the second pick and two at the third, which is the last."""
     report = fleet(Fixed(0, 0, 1)).run([request(0, [each], 20) for each in range(3)])
     assert {each.worker: each.open_requests for each in report.run.services} == {0: 3, 1: 0}
     assert report.figure("balance_open_requests") == 2.0
 
 
 def test_with_late_events_evicted_blocks_count_as_promised_but_not_found():
-    """What was evicted is still promised until the event is there."""
+    """An evicted block is still promised until its event arrives."""
     small = MockEngineArgs(num_gpu_blocks=5, block_size=4)
     rows = [request(0, [1, 2, 3], 1), request(500, [4, 5, 6], 1), request(600, [1, 2, 3, 7], 1)]
     late = fleet(Fixed(0, 0, 0), args=small, event_delay_ms=200).run(rows)
@@ -207,7 +203,7 @@ def test_with_late_events_evicted_blocks_count_as_promised_but_not_found():
 
 def test_waiting_times_in_router_and_engine_are_separate_figures():
     class Later:
-        """Keeps the second request until the first is done."""
+        """A router that holds the second request until the first ends."""
 
         def __init__(self):
             self.open = False
@@ -235,7 +231,7 @@ def test_goodput_is_a_share_of_all_arrived_requests(semantics):
     times = [row["ttft_ms"] for row in fleet(args=args).run(rows).per_request()]
     limit = sorted(times)[19]
     report = fleet(args=args, slo=Objectives(ttft_ms=limit)).run(rows)
-    assert sum(time <= limit for time in times) / 40 == report.figure("goodput")  # inclusive
+    assert sum(time <= limit for time in times) / 40 == report.figure("goodput")  # the limit is inclusive
     assert semantics != "1.6.1" or 40 * report.figure("goodput") == report.to_json()["goodput_completed_requests"]
     stopped = fleet(args=args, slo=Objectives(ttft_ms=limit), stop_ms=50).run(rows)
     assert stopped.figure("goodput") < 20 / stopped.arrived
@@ -265,7 +261,7 @@ def test_figures_of_saved_reports_keep_their_json_keys():
 
 
 def test_a_single_engine_and_a_fleet_of_one_have_the_same_percentiles():
-    """One run of one engine has one p90 of its gaps, whoever reports it: from 1.6.1 on it comes from a sketch."""
+    """One run of one engine has one p90 of its gaps in every report; from 1.6.1 on it comes from a sketch."""
     rows = [request(10.0 * each, range(each, each + 2 + each % 3), 2 + each % 7) for each in range(30)]
     for semantics, differ in (("1.2.1", False), ("1.6.1", True)):
         args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
@@ -294,7 +290,7 @@ def test_every_figure_can_be_read_by_its_name():
 
 
 def test_every_figure_is_explained():
-    """By its name, or by what its name begins with."""
+    """Either by its full name or by a prefix of it."""
     explained = set(re.findall(r"`(\w+?)(?:_\.\.\.)?`", Report.__doc__))
     names = {name: {name, name.partition("_")[0]} for name in names_of("all", "worker", "latency")}
     assert [name for name, known in names.items() if explained.isdisjoint(known)] == []
@@ -316,7 +312,7 @@ def test_a_table_that_exactly_fits_the_width_is_not_folded():
 
 
 def test_a_sketch_distinguishes_zero_from_the_first_value_above_zero():
-    """Of ten values the median is the sixth."""
+    """The median of ten values is the sixth."""
     assert [round(Sketch([0.0, 1.0], [zeros, 10 - zeros]).percentiles()["median"], 2) for zeros in (6, 5)] == [0.0, 1.0]
 
 
@@ -332,7 +328,7 @@ def test_a_merged_sketch_equals_the_sketch_of_all_values(seed):
 
 @pytest.mark.parametrize("seed", seeds(100))
 def test_repeated_leading_blocks_are_the_same_by_ids_and_by_tokens(seed):
-    """Ids that have the low 32 bits in common have the same tokens; the last block of ids may be one of several."""
+    """Ids with equal low 32 bits have the same tokens; a block may contain several ids."""
     draw, times, size = Random(seed), 12, 4
     rows = [draw.choices([1, 2, 2**32 + 1], k=draw.randint(1, 4)) for _ in range(30)]
     runs = [TokenRuns(ids, times, draw.randint(1, times * len(ids))) for ids in rows]
@@ -340,13 +336,13 @@ def test_repeated_leading_blocks_are_the_same_by_ids_and_by_tokens(seed):
     expected = list(leading_blocks(by_tokens, size))
     assert sum(expected)
     assert list(leading_blocks([Prompt(run) for run in runs], size)) == expected
-    assert list(leading_blocks([*map(Prompt, runs[:15]), *by_tokens[15:]], size)) == expected  # of both kinds
+    assert list(leading_blocks([*map(Prompt, runs[:15]), *by_tokens[15:]], size)) == expected  # mixed
     assert [*leading_blocks(by_tokens, 5)] == list(leading_blocks([Prompt(run) for run in runs], 5))
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
 def test_figures_of_a_report_do_not_depend_on_earlier_calls(semantics):
-    """JSON, text and single figures, in any order: each is what a report says that was asked for nothing else."""
+    """JSON, text and single figures are the same in any order as from a fresh report."""
 
     def report():
         args = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32, semantics=semantics)
@@ -379,7 +375,7 @@ def test_a_report_of_a_running_engine_is_updated():
 
 
 def test_a_printed_table_fits_a_terminal():
-    """What has no room goes on below, and each part names its rows."""
+    """Columns without room continue below, and each part repeats the row names."""
     engines = {(worker, 0): MockEngine(ARGS) for worker in (10, 2000)}
     report = Fleet(engines, RightRouter(list(engines)), slo=Objectives(ttft_ms=20)).run(trace(), name="small")
     lines = report.run.table(report.rows()).splitlines()
@@ -453,7 +449,7 @@ def test_a_worker_that_joined_late_counts_by_its_share_of_picks():
 
 @pytest.mark.parametrize("of", ["requests", "prompt_tokens", "open_requests"])
 def test_balance_is_weighted_by_picks_and_not_by_time(of):
-    """One late request stretches the time a hundred times; the worker that left was there for half of the picks."""
+    """One late request stretches the run a hundredfold; the worker that left was there for half of the picks."""
     rows = [request(100 * each, [each], 1) for each in range(7)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0, 0), count=2)
     one.at(350).leave(1)
@@ -463,7 +459,7 @@ def test_balance_is_weighted_by_picks_and_not_by_time(of):
 
 
 def test_a_crashed_worker_is_a_candidate_until_the_router_is_notified():
-    """Picks that came back count too: they were sent there."""
+    """Picks whose requests came back count too, because they were sent there."""
     rows = [request(100 * each, [each], 1) for each in range(6)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0))
     one.at(250).crash(1, notice_ms=100)
@@ -478,7 +474,7 @@ def test_a_crashed_worker_is_a_candidate_until_the_router_is_notified():
 @pytest.mark.parametrize("router", [RoundRobin, LeastLoaded, DynamoRouter])
 @pytest.mark.parametrize("count", [2, 4])
 def test_correct_routers_are_balanced_after_one_worker_is_gone(router, happen, count, seed):
-    """Late turns of sessions stretch the run to several times the time in which most requests are picked for."""
+    """Late turns of sessions stretch the run to several times the period with most of the picks."""
     one = fleet(router(), count)
     getattr(one.at(800), happen)(1)
     rows = trace(200, seed, groups=8, delay_ms=(50, 400), interval_ms=20)
@@ -506,7 +502,7 @@ def test_in_1_6_the_routing_history_contains_the_pick():
 
 
 class Queues(Fixed):
-    """Has requests wait while one is open."""
+    """A router that lets requests wait while one is open."""
 
     open = 0
 
@@ -522,9 +518,7 @@ class Queues(Fixed):
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
 def test_overlaps_of_a_request_that_waited_are_those_at_its_arrival(semantics):
-    """The first is computed, then the second while the third waits: all arrive at empty engines, the third finds its
-    prefix on both.
-    """
+    """All three arrive at empty engines; the third waits until both engines hold its prefix."""
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
     backend = "vllm" if semantics == "1.6.1" else "lineage"
     rows = [request(0, [1, 2, 3]), request(0, [1, 2, 4]), request(0, [1, 2, 5])]
@@ -538,7 +532,7 @@ def test_overlaps_of_a_request_that_waited_are_those_at_its_arrival(semantics):
         assert tuple(
             of[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
         ) == (0, 0, 0)
-    # What was given away, and what was promised, is by what was held when it was picked for.
+    # Regret and promises use what the workers held at the time of the pick.
     assert (row["promised_blocks"], row["found_blocks"]) == (2, 2)
     whole = report.rows()[None]
     assert (whole["overlap_selected"], whole["overlap_best"], whole["of_best"]) == (2, 4, 0.5)
@@ -561,7 +555,7 @@ def test_a_resent_request_has_the_overlaps_of_its_second_arrival():
     [("mixed", "sglang", 8), ("1.6.1", "mocker_sglang_1_6", 60)],
 )
 def test_before_1_6_a_prefill_of_sglang_reads_at_most_one_chunk_of_a_prefix(semantics, backend, reused):
-    """So `of_ideal` is low there, whatever the router does: the docstring says so."""
+    """`of_ideal` is therefore low there for every router, as its docstring says."""
     args = MockEngineArgs(
         "sglang", num_gpu_blocks=96, block_size=4, semantics=semantics, sglang=SglangArgs(chunked_prefill_size=8)
     )
@@ -576,9 +570,7 @@ REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang
 
 @pytest.mark.parametrize("backend", REUSES)
 def test_promised_blocks_are_those_that_an_engine_can_reuse(backend):
-    """Four whole blocks, all cached: an engine that computes the last token again reuses three of them, another one
-    all.
-    """
+    """Of four cached whole blocks, an engine that recomputes the last token reuses three, any other all four."""
     args = MockEngineArgs("sglang" if "sglang" in backend else "vllm", num_gpu_blocks=96, block_size=4)
     engine = MockEngine(args, backend=backend)
     report = Fleet([engine], Fixed(0, 0)).run([request(0, [1, 2, 3, 4]), request(500, [1, 2, 3, 4])])
@@ -741,7 +733,7 @@ def test_regret_uses_true_caches_although_events_arrive_late():
 
 
 def test_a_regret_failure_notes_that_loads_were_polled():
-    """A right router that was shown what was polled a while ago is not blamed without that being said."""
+    """A correct router with outdated polled loads has some regret, so the failure says that loads were polled."""
     polled = fleet(DynamoRouter(tie="first"), loads="engine", loads_every_ms=500, record=True).run(trace())
     with pytest.raises(AssertionError) as failure:
         polled.assert_regret(DynamoRouter())

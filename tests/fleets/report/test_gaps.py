@@ -1,4 +1,4 @@
-"""Gaps between tokens, as a report has them: after a handoff the second token may come before the first."""
+"""Gaps between tokens in a report: after a handoff the second token may come before the first."""
 
 import pytest
 

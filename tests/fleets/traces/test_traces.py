@@ -1,4 +1,4 @@
-"""Reading Mooncake traces, and making up traces of the same form."""
+"""Reading Mooncake traces, and generating synthetic traces of the same form."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0
 
 
 def row(**fields):
-    """One line of a trace: a good one, with these fields changed; a field given as ... is left out."""
+    """Return a valid line of a trace with some fields changed; a field given as ... is left out."""
     both = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]} | fields
     return json.dumps({name: value for name, value in both.items() if value is not ...})
 
@@ -387,7 +387,7 @@ def test_the_published_traces_are_read_completely(traces_dir, name, requests, re
 
 
 def assert_prefix_ids(trace):
-    """What was found to hold of every published trace."""
+    """Assert that ids are dense and that each block has one parent, as in every published trace."""
     parents = {}
     for request in trace:
         assert len(request.hash_ids) == len(set(request.hash_ids))

@@ -1,4 +1,4 @@
-"""A page: plain data in, one file out that loads nothing, whatever the names in it are."""
+"""Pages: plain data in, one self-contained file out, whatever names the data has."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""Operations are done on workers, answered, and raise what the workers raise."""
+"""The interpreter executes operations on workers, returns their results and raises their errors."""
 
 import pytest
 

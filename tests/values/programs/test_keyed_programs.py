@@ -1,4 +1,4 @@
-"""Programs, scenario files and reproductions with prompts that carry more than tokens."""
+"""Programs, scenario files and reproductions whose prompts have keys (adapter, salt, images, session)."""
 
 import pytest
 from scenario_files import load_scenarios, play, scenario_failure, scenario_text
@@ -135,7 +135,7 @@ def test_invalid_prompt_keys_in_a_scenario_file_are_refused(load, wrong, message
 
 
 class IgnoresAdapters(RadixIndex):
-    """An index that drops what was stored for the adapter "bad"."""
+    """An index that ignores the events of adapter "bad"."""
 
     def apply(self, event):
         if (event.extra or {}).get("lora_name") != "bad":
@@ -197,7 +197,7 @@ def test_a_wrong_hash_of_a_keyed_prompt_is_reproduced():
 
 
 def test_every_backend_is_covered_by_the_list_of_known_engines():
-    """A new backend must be looked at: what are its blocks named by?"""
+    """Decide for each new backend which keys its block hashes include."""
     known = {
         "lineage",
         "lru",
@@ -216,5 +216,5 @@ def test_every_backend_is_covered_by_the_list_of_known_engines():
         "trtllm",
         "trtllm_v2",
     }
-    hybrid = {name for name, spec in BACKENDS.items() if spec.group}  # named as `vllm` names them
+    hybrid = {name for name, spec in BACKENDS.items() if spec.group}  # hashed as by `vllm`
     assert known | hybrid == set(BACKENDS)

@@ -1,4 +1,4 @@
-"""A program as Python does what the program does."""
+"""A program written as Python has the same effect as the program."""
 
 import pytest
 from depth import examples

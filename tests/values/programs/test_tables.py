@@ -1,4 +1,4 @@
-"""Each operation has all its forms: a test's id names the form and the operation."""
+"""Every operation has all forms; a test's id names the form and the operation."""
 
 import dataclasses
 from types import MappingProxyType
@@ -95,7 +95,7 @@ def interpreted():
 
 
 def state(kv):
-    """What an operation can change: events, what was recorded, requests and the time of workers."""
+    """Return what an operation can change: events, the recording, requests and the time of workers."""
     recorded = [step for step, _ in kv.recording.recorded() if not isinstance(step, DropNext)]
     workers = {key: (worker.now, [request.status for request in worker.requests]) for key, worker in kv.workers.items()}
     return [entry.event for entry in kv.events], recorded, workers, [*kv.inside.streams]
@@ -151,7 +151,7 @@ def test_only_an_operation_with_an_amount_has_simpler_forms(operation):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Reboot(OnWorker):
-    """An operation of one call, by its attributes alone."""
+    """An operation of one call, defined only by its attributes."""
 
     kind = "restart"
     by_name = ("announced",)
