@@ -1,4 +1,4 @@
-"""Links whose bandwidth is shared: the recorded model, worked examples, what holds for all, and bad input."""
+"""Links with shared bandwidth: recordings, worked examples, properties, and invalid input."""
 
 import math
 from itertools import count
@@ -57,7 +57,7 @@ def test_an_earlier_time_does_not_move_the_clock_of_a_link_back():
     assert link.advance(2.0) == []
     assert link.advance(1.0) == []
     assert link.earliest() == 4.0
-    link.start(1.0, MB)  # begins at 2.0, the link's own time
+    link.start(1.0, MB)  # starts at 2.0, the link's own time
     assert link.earliest() == 4.0
 
 

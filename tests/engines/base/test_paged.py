@@ -1,4 +1,4 @@
-"""inference_lab's KVCacheManager: the tests of the original, its arithmetic, and what it refuses."""
+"""inference_lab's KVCacheManager: the tests of the original, its arithmetic, and refused input."""
 
 import pytest
 from hypothesis import given
@@ -90,8 +90,8 @@ def test_a_prompt_is_a_prefix_cache_hit_after_its_first_miss():
         (3200, 16, 100, 2),
         (7, 1, 1, 7),
         (7, 2, 3, 1),
-        (40 * 2**30, 16, 131072, 20480),  # 40 GiB, a model of 128 KiB a token
-        (2**64, 1, 1, 2**64),  # what is not used takes no memory
+        (40 * 2**30, 16, 131072, 20480),  # 40 GiB, for a model of 128 KiB per token
+        (2**64, 1, 1, 2**64),  # unused blocks take no memory
     ],
 )
 def test_the_capacity_in_bytes_is_rounded_down_to_whole_blocks(capacity, block_size, bytes_per_token, total):
@@ -110,8 +110,8 @@ def test_the_capacity_in_bytes_is_rounded_down_to_whole_blocks(capacity, block_s
         (16, 1, 1, 1),
         (17, 2, 15, 0),
         (17, 2, 16, 1),
-        (0, 3, 16, 0),  # it has more than it needs
-        (100, 0, 1, 7),  # what it says of itself counts, not what it was given
+        (0, 3, 16, 0),  # it has more blocks than it needs
+        (100, 0, 1, 7),  # its own token counts decide, not its blocks
         (0, 0, 160, 10),
         (0, 0, 161, None),
         (160, 10, 1, None),
@@ -124,7 +124,7 @@ def test_blocks_needed_cover_all_tokens_of_a_request_minus_the_blocks_that_it_ha
     blocks = manager.allocate_blocks(request, tokens)
     assert needed == (None if blocks is None else len(blocks))
     assert free - (needed or 0) == manager.num_free_blocks
-    assert has == len(request.kv_blocks)  # adding them is the scheduler's
+    assert has == len(request.kv_blocks)  # the scheduler adds them
 
 
 def test_allocation_takes_the_last_freed_block_first_and_highest_ids_before_lower_ones():
@@ -194,7 +194,7 @@ def test_without_prefix_caching_no_lookup_hits_or_is_counted():
 
 
 class Schedule:
-    """Requests over a manager, beside a plain list as its stack of free blocks."""
+    """Requests over a manager, compared with a plain list as the stack of free blocks."""
 
     def __init__(self, total_blocks, block_size):
         self.manager = PagedCacheManager(total_blocks * block_size, block_size, 1)
@@ -378,7 +378,7 @@ def test_calls_that_would_corrupt_the_manager_are_refused_and_change_nothing(cal
         call(manager)
     assert said == str(error.value)
     assert before == state_of(manager)
-    assert manager.allocate_blocks(request_of(16), 16) == [7]  # the top of the stack is as it was
+    assert manager.allocate_blocks(request_of(16), 16) == [7]  # the top of the stack is unchanged
 
 
 def test_the_repr_of_a_pool_shows_its_use():

@@ -1,6 +1,4 @@
-"""What a sink raises leaves the manager's call when that is complete: state, ids and later events are as with any
-other sink.
-"""
+"""A manager raises a sink's error at the end of the call: state, ids and later events are as with any other sink."""
 
 from contextlib import suppress
 from random import Random
@@ -19,7 +17,7 @@ PARTIAL = UUID(int=1, version=4)
 
 
 class Refusing(CapturingSink):
-    """Keeps each event, and raises for it."""
+    """A sink that keeps each event and raises for it."""
 
     def publish(self, event, storage_tier=StorageTier.DEVICE, token_ids=None):
         super().publish(event, storage_tier, token_ids)
@@ -89,7 +87,7 @@ def page_calls(manager):
     yield lambda: manager.finish(one)
     yield lambda: manager.allocate(other, 2 * SIZE)
     yield lambda: manager.finish(other)
-    yield lambda: manager.allocate(third, SIZE)  # evicts, and stores
+    yield lambda: manager.allocate(third, SIZE)  # evicts and stores
     yield lambda: manager.release(third)
     yield lambda: manager.allocate(copy, 2 * SIZE)
     yield lambda: manager.release(copy)
@@ -194,14 +192,14 @@ def test_a_refused_call_raises_its_own_error_after_a_sink_error_of_an_earlier_ca
 
 
 def refused_part(publisher):
-    """A call whose sink raises before it raises by itself."""
+    """A call whose sink raises before the call itself raises."""
     with publisher.one_call():
         publisher.publish(Cleared())
         raise ValueError("of the part")
 
 
 def call_of_parts(publisher):
-    """A call that goes on where a part of it is refused."""
+    """A call that continues after a part of it is refused."""
     with publisher.one_call():
         with suppress(ValueError):
             refused_part(publisher)
@@ -230,4 +228,4 @@ def test_a_sink_error_for_a_host_event_is_raised_by_the_call_that_publishes_it()
         manager.publish_below()
     assert [each.storage_tier for each in sink.router_events] == [StorageTier.HOST_PINNED]
     manager.offload.take_events = list
-    manager.publish_below()  # and nothing is raised again
+    manager.publish_below()  # the error is not raised again

@@ -1,4 +1,4 @@
-"""The KV cache trace in the log: off by default, on at any time, one line for each allocation and each eviction."""
+"""The KV cache trace in the log: off by default, switchable at any time, one line per allocation and eviction."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ def traced(caplog):
 
 
 def rows(caplog):
-    """What happened to which blocks where, and the active and inactive blocks of that moment."""
+    """Return event, tier, blocks, and the active and inactive block counts of each trace line."""
     return [
         (record.event, record.tier, record.block_ids, record.active_blocks, record.inactive_blocks)
         for record in traced(caplog)
@@ -34,7 +34,7 @@ def rows(caplog):
 
 
 def lines(caplog):
-    """The lines, but for the time."""
+    """Return the lines without their time."""
     return [record.getMessage().replace(f"={record.timestamp_ms} ", "=T ") for record in traced(caplog)]
 
 
@@ -77,7 +77,7 @@ def test_hash_cache_logs_each_eviction_as_1_0_2_with_the_sizes_of_that_moment(ca
         "inactive_blocks={} total_blocks=4 dp_rank=3"
     )
     assert [
-        line.format("eviction", "1", 1, 1, 2),  # 5 takes its place, then 2 is woken
+        line.format("eviction", "1", 1, 1, 2),  # 5 takes its place, then 2 is reactivated
         line.format("eviction", "3", 1, 3, 0),
         line.format("allocation", "5, 6", 0, 4, 0),
     ] == lines(caplog)
@@ -135,10 +135,10 @@ def test_host_allocations_and_evictions_are_logged_with_the_sizes_of_the_device(
     manager.use([2])
     manager.deref(1)
     manager.deref(2)
-    manager.use([3])  # evicts 1, which is copied at the next tick; its slot is not free before
+    manager.use([3])  # evicts 1, which is copied at the next tick; only then is its slot free
     manager.tick(1.0)
     manager.use([3])
-    manager.use([4])  # evicts 2, for which the host drops 1
+    manager.use([4])  # evicts 2; the host evicts 1 for it
     manager.tick(2.0)
 
     assert rows(caplog) == [

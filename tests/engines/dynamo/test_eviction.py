@@ -1,4 +1,4 @@
-"""The policies by themselves: kvbm-logical's own examples, and the order they promise."""
+"""Eviction policies alone: kvbm-logical's own examples, and their eviction orders."""
 
 import pytest
 from cache_helpers import POLICIES
@@ -18,7 +18,7 @@ def new_slot(policy, name, plh):
 
 
 def chain(policy, names, start=0, parent=None):
-    """Registered slots, each the child of the one before it."""
+    """Return registered slots, each the child of the previous one."""
     slots = []
     for position, name in enumerate(names, start):
         slots.append(new_slot(policy, name, lineage_hash(name, parent, position)))
@@ -200,7 +200,7 @@ def test_lineage_evicts_the_root_of_a_chain_freed_root_first_only_as_a_leaf():
     later = chain(policy, [9])
     insert(policy, later)
     assert [policy.evict(1)[0].name, policy.evict(1)[0].name] == [3, 2]
-    insert(policy, chain(policy, [4], 1, 1))  # a new child of 1, whose turn has come
+    insert(policy, chain(policy, [4], 1, 1))  # a new child of 1, which is due
     assert names(policy.order()) == [9, 4, 1]
     assert evict_all(policy) == [9, 4, 1]
 
@@ -239,8 +239,8 @@ def test_lineage_counts_blocks_with_the_same_position_and_fragment_as_collisions
 
 
 def test_lineage_never_evicts_a_parent_whose_in_use_child_was_replaced():
-    # The place of `child` is filled by a block with another parent while `child` is in use and has a child itself: the
-    # old parent counts it for ever (kvbm-logical 1.2.1).
+    # A block with another parent takes the place of `child` while `child` is in use and has a child: the old parent
+    # then counts `child` forever (kvbm-logical 1.2.1).
     policy = LineagePolicy()
     parent, child, grandchild = chain(policy, [1, 2, 3])
     insert(policy, [parent, child, grandchild])
@@ -303,7 +303,7 @@ def test_multi_lru_moves_a_block_to_a_warmer_level_on_its_first_reuse():
     policy = MultiLruPolicy(100)
     reused, later = (new_slot(policy, name, lineage_hash(name, None, 0)) for name in (1, 2))
     policy.insert([reused])
-    reuse(policy, reused)  # two counts, beside the one of the registration
+    reuse(policy, reused)  # two counts, in addition to that of the registration
     policy.insert([later])
     assert evict_all(policy) == [2, 1]
 
@@ -341,7 +341,7 @@ def test_multi_lru_evicts_a_parent_held_by_another_request_before_its_reused_chi
     policy = MultiLruPolicy(100)
     parent, child = chain(policy, [1, 2])
     policy.insert([child])
-    reuse(policy, child)  # the parent is held by another request all the while, and counts nothing
+    reuse(policy, child)  # another request holds the parent all the time, so its count stays the same
     policy.insert([parent])
     assert evict_all(policy) == [1, 2]
 

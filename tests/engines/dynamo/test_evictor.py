@@ -1,4 +1,4 @@
-"""LruEvictor: who goes first (reference: the test of dynamo-mocker 1.0.2's `evictor.rs`)."""
+"""Eviction order of LruEvictor (reference: the test of dynamo-mocker 1.0.2's `evictor.rs`)."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ TABLE = [
     ("1 2 -1 -2 -9", ""),
     ("<1 2 -1 1", "2 1"),
 ]
-"""Steps (n: insert, <n: push to the front, -n: remove), and who goes, in order."""
+"""Steps (n: insert, <n: push to the front, -n: remove) and the resulting eviction order."""
 
 
 @pytest.mark.parametrize(("steps", "gone"), TABLE)
@@ -54,7 +54,7 @@ steps = st.lists(st.tuples(st.sampled_from(["insert", "push_front", "remove", "e
 
 @given(steps=steps)
 def test_an_evictor_evicts_in_the_order_of_the_signed_counter_of_the_original(steps):
-    """The original's rule in its own words."""
+    """Compare with the rule of the original, written out."""
     evictor, numbers, up, down = LruEvictor(), {}, 0, 0
     for kind, item in steps:
         if kind == "insert":

@@ -1,4 +1,4 @@
-"""The manager of dynamo-mocker 1.0.2: its own tests, its faults, what names them, and `strict`, which has none."""
+"""The manager of dynamo-mocker 1.0.2: its own tests, its faults and the rules that report them, and `strict`."""
 
 import logging
 from uuid import UUID
@@ -25,12 +25,12 @@ def new_manager(num_blocks=10, block_size=16, *, strict=False, **options):
 
 
 def said(manager):
-    """The events since the last time, without their ids."""
+    """Return the events since the last call, without their ids."""
     return [[row[0], *row[2:]] for row in event_rows(manager.sink.take())]
 
 
 def stored(parent, *blocks):
-    """A Stored as `said` has it; the local hash of block n is 1000 + n."""
+    """Return a Stored in the form of `said`; the local hash of block n is 1000 + n."""
     return ["S", parent, [[block, 1000 + block] for block in blocks]]
 
 
@@ -116,7 +116,7 @@ COSTS = [
     ((0, 1, 2), (0, 0, 10)),
     ((1, 2), (3, 10, 0)),
 ]
-"""Which of three blocks are there (the last is partial and has two tokens): new blocks, new tokens, cached tokens."""
+"""Which of three blocks are cached (the last is partial with two tokens): new blocks, new tokens, cached tokens."""
 
 
 @pytest.mark.parametrize("caching", [True, False])
@@ -255,7 +255,7 @@ def test_allocation_and_eviction_are_logged(caplog):
 
     assert [(r.event, r.block_ids, r.active_blocks, r.inactive_blocks) for r in caplog.records] == [
         ("allocation", [1, 2], 3, 0),
-        ("eviction", [2], 1, 1),  # 3 has not taken its place yet
+        ("eviction", [2], 1, 1),  # 3 is not allocated yet
         ("allocation", [3], 2, 1),
         ("allocation", [4], 2, 1),
         ("eviction", [4], 1, 1),
@@ -266,7 +266,7 @@ def test_allocation_and_eviction_are_logged(caplog):
 
 
 def story(*moves):
-    """A manager faithful and one strict, both after these moves, of which both take all."""
+    """Return a faithful and a strict manager after moves that both accept."""
     managers = new_manager(4), new_manager(4, strict=True)
     for manager in managers:
         for move in moves:
@@ -279,7 +279,7 @@ def test_local_hashes_are_taken_from_the_end_of_the_list_unless_strict():
     assert [stored(None, 2), ["S", 2, [[1, 1002]]]] == said(faithful)
     assert [stored(None, 2), stored(None, 1)] == said(strict)
 
-    faithful, strict = story(Use([1, P], [1001, 1009]))  # what 1.0.2's sequence sends when all tokens of P are there
+    faithful, strict = story(Use([1, P], [1001, 1009]))  # the move of 1.0.2's sequence when P has all its tokens
     assert said(faithful) == [["S", None, [[1, 1009]]]]
     assert [stored(None, 1)] == said(strict)
 
@@ -350,7 +350,7 @@ def test_token_ids_are_indexed_by_the_place_among_all_blocks_unless_strict():
     use(strict, Q, 2, token_ids=tokens[1:])
     assert [tokens[1:]] == [event.token_ids for event in faithful.sink.router_events]
     assert [tokens[1:]] == [event.token_ids for event in strict.sink.router_events]
-    for capacity in (2, 1):  # it fits, or fails after what it has no tokens of
+    for capacity in (2, 1):  # it fits, or fails after the block without tokens
         short = Use([2, P, 3] if capacity == 1 else [P, 3], [1002, 1003], token_ids=[])
         assert "0 token_ids for" in refused(new_manager(capacity), short)
 
@@ -363,7 +363,7 @@ def test_a_partial_block_cannot_be_the_last_hit():
 
 
 def refused(manager, move):
-    """What a manager says when it refuses a move; nothing has changed."""
+    """Return the error of a refused move, after checking that the manager is unchanged."""
     before = shown(manager)
     with pytest.raises(MoveError) as error:
         manager.process(move)
@@ -409,7 +409,7 @@ def test_blocks_that_a_failed_use_kept_are_reported_as_drift():
 
 
 def a_request_preempted_when_its_last_block_is_full(kv, worker):
-    """Its creation signal has a local hash too many when it comes back; by then its blocks were evicted."""
+    """Return a resumed request: its blocks were evicted, and its creation signal has one local hash too many."""
     prompt, output = kv.prompt(1, tail=3), [5]
     request = worker.prefill(prompt)
     request.decode(output)
@@ -429,7 +429,7 @@ def test_shifted_local_hashes_are_reported_as_wrong_hash():
     assert kv.events.counts.warnings == {"wrong_hash": 1}
     request.finish()
     assert kv.judge().errors == []
-    assert kv.overlap(request.prompt) == {}  # the router was told another block's tokens
+    assert kv.overlap(request.prompt) == {}  # the router received the tokens of another block
 
     kv, worker = world(STRICT)
     request = a_request_preempted_when_its_last_block_is_full(kv, worker)
@@ -570,7 +570,7 @@ moves = st.lists(
 @given(moves=moves, capacity=st.integers(1, 6))
 def test_any_moves_conserve_blocks_and_a_refused_move_changes_nothing(moves, capacity, strict):
     manager = new_manager(capacity, strict=strict)
-    held, kept = set(), set()  # what was told; what a failed Use took
+    held, kept = set(), set()  # stored blocks according to the events; blocks that a failed Use allocated
     for move in moves:
         before = shown(manager)
         known = set(manager.resident())
@@ -610,7 +610,7 @@ def test_any_moves_conserve_blocks_and_a_refused_move_changes_nothing(moves, cap
 
 @given(moves=moves, capacity=st.integers(1, 6))
 def test_both_managers_publish_the_same_events_without_faults(moves, capacity):
-    """As long as strict takes what the faithful one takes, in runs that begin with the hits, they agree."""
+    """Both managers agree as long as strict accepts the moves and each Use begins with its hits."""
     faithful, strict = new_manager(capacity), new_manager(capacity, strict=True)
     for move in moves:
         try:
@@ -627,7 +627,7 @@ def test_both_managers_publish_the_same_events_without_faults(moves, capacity):
             return
         try:
             assert answer == faithful.process(move)
-        except MoveError:  # a partial block was hit
+        except MoveError:  # a partial block is a hit
             return
         assert shown(faithful) == shown(strict)
 

@@ -1,4 +1,4 @@
-"""Blocks that are used again without those around them: `lineage` evicts as a plain model of it does."""
+"""Blocks that are reused without their neighbours: `lineage` evicts in the same order as a plain model."""
 
 import pytest
 from cache_helpers import Player, new_manager
@@ -11,12 +11,12 @@ from pytest_kvmock import Removed
 def test_a_block_that_is_due_becomes_evictable_when_its_last_child_is_used_again():
     manager = new_manager("lineage", 4)
     manager.use([1, 2, 3])
-    for block in (1, 2, 3):  # root first: 1 and 2 wait for the blocks below them
+    for block in (1, 2, 3):  # root first: 1 and 2 wait for their descendants
         manager.deref(block)
     manager.use([7])
     manager.deref(7)
-    manager.use([8])  # evicts 3; the turn of 1 has come, and 2 hangs below it
-    manager.use([2])  # now nothing hangs below 1, and nothing was evicted
+    manager.use([8])  # evicts 3; 1 is due, but 2 is its child
+    manager.use([2])  # now 1 has no child, and no block was evicted
     assert manager.inactive_blocks() == [1, 7]
     manager.use([9])
     manager.use([10])
@@ -39,5 +39,5 @@ def test_lineage_evicts_in_the_order_of_the_model_when_any_block_of_a_chain_is_r
         player = Player(new_manager("lineage", program.capacity))
         for number, (operation, *expected) in enumerate(program.steps):
             assert player.play(operation) == expected, (seed, number, operation)
-            if seed % 2:  # to ask for the order brings what was freed to the policy: the others do without
+            if seed % 2:  # asking for the order flushes freed blocks into the policy; even seeds do without
                 assert program.orders[number] == player.manager.inactive_blocks(), (seed, number, operation)

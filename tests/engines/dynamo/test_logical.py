@@ -1,4 +1,4 @@
-"""The logical manager: what the tests of Dynamo's own (kvbm_backend.rs) say, and what their panics become here."""
+"""The logical manager: the tests of Dynamo's original (kvbm_backend.rs), and the errors in place of its panics."""
 
 import logging
 from uuid import UUID
@@ -41,12 +41,12 @@ def take(manager):
 
 
 def refuse(manager, move, *words):
-    """The move is refused with these words, and nothing changes."""
+    """Assert that the move is refused with these words and changes nothing."""
     before = state_of(manager)
     with pytest.raises(MoveError) as error:
         manager.process(move)
     assert before == state_of(manager)
-    assert error.value.__context__ is None  # pytest would print that before it
+    assert error.value.__context__ is None  # pytest would print the state before the move
     for word in words:
         assert word in str(error.value)
 
@@ -269,19 +269,19 @@ def test_a_block_evicted_and_stored_again_in_one_use_is_published_as_removed(mak
     for block in (1, 2, 3):
         manager.process(Deref([block]))
     take(manager)
-    assert use_roots(manager, [4, 1]) == 2  # 4 takes the place of 1, which is stored again in that of 2
+    assert use_roots(manager, [4, 1]) == 2  # 4 takes the slot of 1, which is stored again in the slot of 2
     assert take(manager) == [["S", 1, None, [[4, 0], [1, 0]]], ["R", 2, [1, 2]]]
     assert manager.active_blocks == {4: 1, 1: 1}
     assert list(manager.resident()) == [3, 4, 1]
     manager.process(Deref([1]))
     take(manager)
-    use_roots(manager, [5, 6])  # its real eviction says nothing
+    use_roots(manager, [5, 6])  # its later eviction publishes no event
     assert take(manager) == [["S", 3, None, [[5, 0], [6, 0]]], ["R", 4, [3]]]
     assert list(manager.resident()) == [4, 5, 6]
 
 
 def test_multi_lru_evicts_and_restores_a_block_in_one_use_under_scheduler_traffic():
-    # Chains used whole and freed tail first. A request that holds block 1 all the while keeps it from being counted.
+    # Chains are used completely and freed tail first. A request holds block 1 all the time, so it is not counted.
     streams = {}
     for backend in ("lineage", "lru", "multi_lru"):
         manager = new_manager(backend, 4)
@@ -292,7 +292,7 @@ def test_multi_lru_evicts_and_restores_a_block_in_one_use_under_scheduler_traffi
             manager.use([1, 2])
             manager.deref([2, 1])  # block 2 was reused once: it is warm
         manager.use([9])
-        manager.deref([9])  # warm too, and younger than block 2
+        manager.deref([9])  # also warm, and more recent than block 2
         manager.deref([1])  # counted once: it is cold
         manager.use([3])
         manager.use([4])  # evicts block 1 before block 2; the other backends evict block 9
@@ -671,7 +671,7 @@ def test_clear_drops_the_cache_and_publishes_a_cleared(make_manager):
     assert (manager.inactive_blocks(), list(manager.resident())) == ([], [])
     assert manager.metrics().reset_pool_size == 4
     assert use_roots(manager, [1, 2, 3, 4]) == 4
-    # The reset pool has two slots that were never used first, then what was dropped, in the order of eviction.
+    # The reset pool has two unused slots first, then the dropped ones in eviction order.
     assert {manager._form.names.own[1], manager._form.names.own[2]}.isdisjoint({first, second})
     assert [second, first] == [manager._form.names.own[block] for block in (3, 4)]
 
@@ -720,7 +720,7 @@ def test_a_new_block_gets_the_lineage_of_the_given_parent(make_manager):
     manager.use([1, 2])
     manager.use([3], parent=2)
     manager.deref([3])
-    manager.use([4], parent=3)  # inactive will do
+    manager.use([4], parent=3)  # an inactive parent is accepted
     assert [row[2] for row in take(manager)] == [None, 2, 3]
     assert [lineage_hash(3, 2, 2), lineage_hash(4, 3, 3)] == [manager._form.names.own[block].plh for block in (3, 4)]
 

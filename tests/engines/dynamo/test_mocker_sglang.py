@@ -1,4 +1,4 @@
-"""The cache of Dynamo's mock of SGLang by hand: pages, what is evicted, and what is published."""
+"""The cache of Dynamo's mock of SGLang, called directly: pages, evictions and events."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ def make(num_blocks=8):
 
 
 def request(*pages, tail=0, size=SIZE):
-    """A request of pages that are named by a number, and some tokens more."""
+    """Return a request of pages given by number, plus some tokens."""
     return MockerRadixRequest(Prompt([*(page for page in pages for _ in range(size)), *[0] * tail]), size, Random(0))
 
 
@@ -31,7 +31,7 @@ def names(*pages, size=SIZE):
 
 
 def take(sink):
-    """Kind and blocks of each event since the last time."""
+    """Return kind and blocks of each event since the last call."""
     kinds = {Stored: "S", Removed: "R", Cleared: "C"}
     return [(kinds[type(event.data)], *getattr(event.data, "block_hashes", ())) for event in sink.take()]
 
@@ -116,7 +116,7 @@ def test_both_halves_of_a_split_node_keep_its_last_access_time():
     manager, _ = make(16)
     serve(manager, 1, 2, 3)
     serve(manager, 4, 5)
-    assert manager.allocate(request(1, 6), 8) == 4  # splits the first, and does not use it
+    assert manager.allocate(request(1, 6), 8) == 4  # splits the first node without using it
     assert names(1, 2, 3)[1:] == manager.inactive_blocks()[:2]
 
 
@@ -161,7 +161,7 @@ def test_pages_with_the_same_hash_are_stored_once_and_removed_with_the_last_copy
     manager, sink = make()
     first, second = request(1, 2), request(1, 2)
     manager.allocate(first, 8)
-    manager.allocate(second, 8)  # neither is in the tree yet
+    manager.allocate(second, 8)  # neither request is in the tree yet
     assert [("S", *names(1, 2))] == take(sink)
     assert manager.free_pages == 4
     manager.release(first)
@@ -238,7 +238,7 @@ def test_a_page_can_be_a_single_token():
 
 
 class Model:
-    """The blocks that are present after the events."""
+    """A sink with the blocks that its events leave present."""
 
     def __init__(self):
         self.present = set()

@@ -1,4 +1,4 @@
-"""The host tier by itself: queues, duplicates, pins, and hazards, as a manager would use it."""
+"""The host tier alone, called as by a manager: queues, duplicates, pins and hazards."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def block(name):
 
 
 def take(engine, *names):
-    """Hand blocks over with a slot each; returns what came of it: events in short, and how many slots came back."""
+    """Offload blocks with one slot each; return the short events and the number of returned slots."""
     return short(engine.take([block(name) for name in names], [Slot() for _ in names]))
 
 
@@ -55,7 +55,7 @@ def test_the_number_of_concurrent_transfers_is_limited_to_the_batch_size():
     take(engine, 1, 2, 3)
     assert engine.deadline() == 1.0
     assert tick(engine, 1.5) == ([("S", 1)], 0)
-    assert engine.deadline() == 2.5  # the next begins when the tick sees that there is room
+    assert engine.deadline() == 2.5  # the next transfer starts when the tick finds room
     assert tick(engine, 2.5) == ([("S", 2)], 0)
     assert tick(engine, 3.5) == ([("S", 3)], 3)
 
@@ -91,17 +91,17 @@ def test_a_block_whose_second_copy_arrives_becomes_the_most_recent_on_the_host()
 
 
 def test_a_block_evicted_between_two_of_its_copies_gets_no_stored_for_the_second_copy():
-    """The original forgets what events say of it when it is evicted; the block is on the host all the same."""
+    """The original drops the block's event data at its eviction, although the block is still on the host."""
     engine = engine_of(2, 2)
     take(engine, 1)
     tick(engine, 0.5)
     take(engine, 1)
     assert tick(engine, 1.5) == ([("S", 1)], 1)
-    assert take(engine, 2) == ([("R", 1)], 0)  # the other slot is the second copy's
+    assert take(engine, 2) == ([("R", 1)], 0)  # the second copy has the other slot
     assert tick(engine, 2.5) == ([], 1)
     assert engine.resident() == [1]
     assert tick(engine, 3.0) == ([("S", 2)], 1)
-    assert take(engine, 3) == ([], 0)  # nor has it a Removed
+    assert take(engine, 3) == ([], 0)  # it gets no Removed either
     assert engine.resident() == [2]
 
 
@@ -113,7 +113,7 @@ def test_a_host_block_without_a_stored_that_is_offloaded_again_gets_a_removed_on
     tick(engine, 1.5)
     take(engine, 2)
     tick(engine, 3.0)
-    assert take(engine, 1) == ([], 1)  # the host has it
+    assert take(engine, 1) == ([], 1)  # the host already has it
     assert take(engine, 3) == ([("R", 1)], 0)
 
 
@@ -164,7 +164,7 @@ def test_a_start_without_a_time_uses_the_last_tick_rounded_down_to_microseconds(
     tick(engine, 5.0000019)
     assert engine.now == 5.0
     engine.start(engine.find([block(1).plh]))
-    assert pytest.approx(engine.deadline(), abs=1e-12) == 6.0000019  # a link's own time does not go back
+    assert pytest.approx(engine.deadline(), abs=1e-12) == 6.0000019  # a link's own time never goes back
 
 
 def test_slots_without_blocks_are_returned_at_once():

@@ -1,4 +1,4 @@
-"""The recordings of the real manager with its offload engine (dynamo-mocker 1.2.1, `kvbm-offload`), step by step."""
+"""Recordings of the real manager with its offload engine (dynamo-mocker 1.2.1, `kvbm-offload`), step by step."""
 
 from collections import Counter
 

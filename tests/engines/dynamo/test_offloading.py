@@ -1,4 +1,4 @@
-"""A logical manager with a host tier below it: eviction to the host, swap-in, pins, hazards, bad input."""
+"""A logical manager with a host tier: eviction to the host, swap-in, pins, hazards, invalid input."""
 
 import math
 from uuid import UUID
@@ -26,7 +26,7 @@ def host(num_blocks, *, block_bytes=MB, gbps=1.0, **options):
 
 @pytest.fixture
 def make(backend):
-    """Make a manager of this backend, with a host of so many blocks below it."""
+    """Make a manager of this backend with a host of the given number of blocks."""
 
     def make(num_blocks, host_blocks=None, block_size=4, **options):
         engine = None if host_blocks is None else host(host_blocks, **options)
@@ -36,7 +36,7 @@ def make(backend):
 
 
 def use(manager, *blocks, tokens=None, parent=None):
-    """Use roots, with local hashes of their own."""
+    """Use root blocks with their own local hashes."""
     plhs = [root(block) for block in blocks]
     return manager.process(Use(blocks, [1000 + block for block in blocks], plhs, tokens, parent))
 
@@ -46,7 +46,7 @@ def use_chain(manager, *blocks, tokens=None):
 
 
 def finish_transfers(manager):
-    """Tick until nothing is under way."""
+    """Tick until no transfer is active."""
     while (deadline := manager.offload_deadline()) is not None:
         manager.tick(deadline)
 
@@ -112,7 +112,7 @@ def test_a_use_without_enough_slots_evicts_for_all_blocks_that_it_still_needs(ma
     manager.deref(1, 2, 3, 4)
     manager.use([PARTIAL])
     manager.sink.take()
-    # One empty slot: 10 is stored, 11 blocks; 12 and the new partial block need slots too, 4 is there.
+    # One slot is empty: 10 is stored, 11 is blocked; 12 and the new partial block need slots too, 4 is cached.
     other = UUID(int=2, version=4)
     plhs = [root(10), root(11), root(12), root(4)]
     assert manager.process(Use([10, 11, 12, PARTIAL, other, 4], (), plhs)) == 1
@@ -126,7 +126,7 @@ def test_a_block_evicted_by_the_use_that_needs_it_counts_as_needed(make):
     manager = make(2, 10)
     use(manager, 1, 2)
     manager.deref(1, 2)
-    # 3 evicts 1; now 1 has to be stored again, so 2 goes too.
+    # 3 evicts 1; now 1 must be stored again, so 2 is evicted too.
     assert use(manager, 3, 1) == 0
     assert tier_rows(manager.sink)[1:] == [["R", 1, [1, 2]]]
 
@@ -173,7 +173,7 @@ def test_blocks_already_on_the_host_are_not_copied_and_free_their_slots_at_once(
             finish_transfers(manager)
             use(manager, block)
         manager.deref(block)
-    assert use(manager, 1) == 0  # 2 goes
+    assert use(manager, 1) == 0  # evicts 2
     finish_transfers(manager)
     assert use(manager, 1) == 1
     manager.deref(1)
@@ -212,7 +212,7 @@ def test_one_lost_batch_loses_the_slots_of_all_batches_of_its_call(make):
     manager = make(5, 4, batch_size=2)
     use(manager, 1, 2, 3, 4, 5)
     manager.deref(1, 2, 3, 4, 5)
-    # 1 and 2 travel, 3 and 4 travel, and for 5 the host has no slot until they have arrived: it waits for its turn.
+    # 1 and 2, then 3 and 4 are in transfer; 5 waits, because the host has no slot for it until they arrive.
     assert use(manager, 11, 12, 13, 14, 15) == 0
     finish_transfers(manager)
     assert (manager.offload.lost_blocks, manager.offload.quarantined) == (0, 0)
@@ -230,7 +230,7 @@ def test_one_lost_batch_loses_the_slots_of_all_batches_of_its_call(make):
 
 
 def swapped_out(make, num_blocks=4, host_blocks=8, **options):
-    """A manager whose host has the chain 1, 2, 3, and whose device is empty but for that."""
+    """Return a manager whose host holds the chain 1, 2, 3 and whose device does not."""
     manager = make(num_blocks, host_blocks, **options)
     use_chain(manager, 1, 2, 3)
     manager.deref(3, 2, 1)

@@ -1,6 +1,4 @@
-"""Which moves a manager carries out in runs, and with which it goes on block by block. What they do is tested
-elsewhere.
-"""
+"""Which moves a manager processes in runs, and which make it continue block by block. Other tests check the effects."""
 
 from uuid import UUID
 
@@ -17,7 +15,7 @@ P1, P2 = (UUID(int=number, version=4) for number in (1, 2))
 
 
 def use(*blocks, after=()):
-    """A Use of a chain that begins below another one."""
+    """Return a Use of a chain below another block."""
     full = [block for block in blocks if not isinstance(block, UUID)]
     parent = after[-1] if after else None
     return Use(list(blocks), full, lineage_hashes(full, parent=parent, start=len(after)), None, parent)
@@ -119,7 +117,7 @@ ODD = {
 
 
 def play(backend, moves):
-    """Play moves in runs and block by block, which does the same; returns the manager that began in runs."""
+    """Play moves in runs and block by block with the same effect; return the manager that started in runs."""
     in_runs = new_manager(backend, 8)
     careful = CarefulManager(backend=backend, eviction=POLICIES[backend](8), num_blocks=8, sink=CapturingSink())
     for move in moves:

@@ -15,7 +15,7 @@ def new(tokens, max_output=100, block_size=4, **fields):
 
 
 def filled(tokens=range(6), **fields):
-    """A sequence of 6 + 2 tokens: its last block has all its tokens, and is not promoted."""
+    """Return a sequence of 6 + 2 tokens whose last block is full but not promoted."""
     sequence = new(tokens, **fields)
     sequence.take_creation_signal()
     assert [sequence.push(6), sequence.push(7)] == [[], []]

@@ -1,4 +1,4 @@
-"""The frequency tracker: figures of the real one, and a plain port of it beside ours."""
+"""The frequency tracker: values of the real one, and a comparison with a plain port."""
 
 import pytest
 from hypothesis import given
@@ -10,12 +10,12 @@ from pytest_kvmock.engines.dynamo.eviction.tinylfu import TinyLfu
 M = 2**64 - 1
 KEY = 0x0123456789ABCDEF0123456789ABCDEF
 
-# What XXH3-64 with the secret of seed 0, 1, 2 and 3 makes of a key's 16 bytes (xxhash-rust, as kvbm-logical calls it).
+# XXH3-64 of a key's 16 bytes with the secrets of seeds 0, 1, 2 and 3 (xxhash-rust, as kvbm-logical calls it).
 HASHES = (0x28761A69E54C4229, 0xEEEDF6460FB2D1BB, 0x84C93D55FD2CD8D7, 0x1DF2889A894E034B)
 
 
 def xxh3_of_16_bytes(key, seed):
-    """XXH3-64 of a key of 16 bytes with the secret that a seed derives, step by step."""
+    """Return XXH3-64 of a 16-byte key with the secret derived from a seed, step by step."""
     w24, w32, w40, w48 = 0x1F67B3B7A4A44072, 0x78E5C0CC4EE679CB, 0x2172FFCC7DD05A82, 0x8E2443F7744608B8
     low = (key & M) ^ ((w24 - seed) & M) ^ ((w32 + seed) & M)
     high = (key >> 64) ^ ((w40 - seed) & M) ^ ((w48 + seed) & M)
@@ -28,9 +28,7 @@ def xxh3_of_16_bytes(key, seed):
 
 
 class PlainSketch:
-    """kvbm-logical's `TinyLFUSketch`, as it stands there: words of sixteen counters, everything worked out each
-    time.
-    """
+    """A direct port of kvbm-logical's `TinyLFUSketch`: words of sixteen counters, without precomputed values."""
 
     def __init__(self, capacity):
         self.table = [0] * max(1, capacity // 4)
@@ -95,7 +93,7 @@ def test_the_counter_of_a_key_saturates_at_fifteen():
         seen.append(estimate(tracker, KEY))
     assert [*range(1, 16), *[15] * 5] == seen
     assert estimate(tracker, 0) == 0
-    assert tracker.size == 15  # what found all four full was not noted
+    assert tracker.size == 15  # counts of four saturated counters are not recorded
 
 
 def test_a_hundred_keys_in_a_small_table_give_the_recorded_words():

@@ -1,4 +1,4 @@
-"""P/D pairs by hand: what is kept, loading, named and freed, as a test drives both engines."""
+"""P/D pairs driven directly: blocks that are kept, loading, named and freed."""
 
 import pytest
 from pair_makers import WAYS, pair_of, stored, worker_of
@@ -49,7 +49,7 @@ def test_a_request_that_ends_before_it_runs_publishes_nothing(way, phase):
         request.end_transfer(take_up=phase == "running")
     request.finish()
     assert bool(of_d.events) == (phase == "running")
-    held = 3 if phase == "loading" else 0  # what is being read into stays taken
+    held = 3 if phase == "loading" else 0  # blocks that are being read into stay allocated
     assert d.manager.num_active_blocks == held
     if phase == "loading":
         request.end_transfer()

@@ -1,4 +1,4 @@
-"""P/D pairs of vLLM in virtual time: what holds of any traffic, link and faults, and what each fault does."""
+"""P/D pairs of vLLM in virtual time: properties under any traffic, link and faults, and the effect of each fault."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def trace_of(requests, seed=0, **options):
 
 
 def run(requests=20, *, seed=0, way="vllm", link=None, count=2, **fields):
-    """A replay of two prefill and two decode engines; the report, the engines and what they published."""
+    """Replay requests on two prefill and two decode engines; return the report, the engines and their events."""
     prefill, of_p = engines_of("prefill", count, way=way, seed=seed, **fields)
     decode, of_d = engines_of("decode", count, way=way, seed=seed, **fields)
     report = replay(trace_of(requests, seed), decode, prefill, link=link)
@@ -35,11 +35,11 @@ def run(requests=20, *, seed=0, way="vllm", link=None, count=2, **fields):
 
 
 class Watch:
-    """What must hold at the end of each pass of a decode engine, and when it asked for each transfer."""
+    """Checks the end of each pass of a decode engine, and records when it requested each transfer."""
 
     def __init__(self, engines):
         self.loading = 0
-        self.asked_ms = {}  # by the state of a request
+        self.asked_ms = {}  # by request state
         for engine in engines:
             engine.on_pass(lambda done, engine=engine: self.look(engine, done.end_ms))
 
@@ -48,7 +48,7 @@ class Watch:
         driver, manager = worker.pair.driver, worker.manager
         for leg in worker.pair.side.legs.values():
             if leg.status in ("loading", "kept"):
-                # 1.11 and 1.18: what is read into has no name, is held, and covers the whole prompt.
+                # 1.11 and 1.18: blocks that are read into have no name, are held, and cover the whole prompt.
                 self.loading += 1
                 self.asked_ms.setdefault(leg.state, now_ms)
                 (blocks,) = driver.tables(leg.state)
@@ -68,7 +68,7 @@ class Watch:
 @example(  # failed transfers fill the prefill engine with leases: it offers two prompts too late
     seed=26, sizes=(26, 1), ms_per_token=0, way="vllm-mooncake", fails="fail"
 )
-@example(  # a prompt of one token is taken up while loads hold all blocks: it needs none
+@example(  # a prompt of one token is taken up while loads hold all blocks, because it needs none
     seed=1, sizes=(26, 1), ms_per_token=0.1, way="vllm", fails=None
 )
 @settings(max_examples=12, deadline=None)
@@ -80,8 +80,8 @@ def test_the_rules_of_kept_loaded_and_named_blocks_hold_under_any_traffic(seed, 
     watch = Watch(decode)
     trace = trace_of(20, seed)
     report = replay(trace, decode, prefill, link=PairLink(lambda tokens: ms_per_token * tokens, places))
-    # 1.31 and 1.33: a load fails as its transfer does, or as its prompt is not offered in time. A transfer that failed
-    # keeps its blocks at the prefill engine, so that prompts may wait there for longer than a decode engine does.
+    # 1.31 and 1.33: a load fails if its transfer fails, or if its prompt is not offered in time. A failed transfer
+    # keeps its blocks at the prefill engine, so prompts may wait there longer than a decode engine does.
     late = set()
     status_of = {}
     for turn, request in zip(report.run.facts.turns, report.requests, strict=True):
@@ -93,11 +93,11 @@ def test_the_rules_of_kept_loaded_and_named_blocks_hold_under_any_traffic(seed, 
     assert not late or way == "vllm-mooncake"
     failed = set() if fails == "recompute" else late | set(places)
     assert status_of == {place: "failed" if place in failed else "finished" for place in range(len(trace))}
-    # 1.5: all leases end, by a notification or by time; then nothing is held anywhere.
+    # 1.5: every lease ends by notification or by time; then no block is held anywhere.
     for engine in (*prefill, *decode):
         assert engine.worker.leased == ()
         assert engine.worker.manager.num_active_blocks == 0
-    # 1.12: each Stored of a decode engine names blocks that its prompts have, and parents that it stored before.
+    # 1.12: each Stored of a decode engine names blocks of its prompts, and parents that it stored before.
     for sink in of_d:
         known = set()
         for each in sink.events:

@@ -1,7 +1,7 @@
-"""P/D pairs next to the real schedulers and connectors of vLLM 0.33.0, step by step.
+"""P/D pairs compared step by step with the real schedulers and connectors of vLLM 0.33.0.
 
-The data is a part of the recordings that `play_pairs.py` plays whole: all scenarios, and of each kind of random pairs
-some programs.
+The data is a part of the recordings that `play_pairs.py` plays: all scenarios, and some programs of each kind of
+random pairs.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""The `roles` of a test: workers of P/D pairs with sizes of their own, and the warning about what they still hold."""
+"""The `roles` of a test: workers of P/D pairs with their own sizes, and the warning about blocks still in use."""
 
 import pytest
 from depth import each_parameter
@@ -74,7 +74,7 @@ def test_a_decode_engine_that_never_gives_up_a_load_holds_its_blocks_forever(mon
 
 
 def frees_at_once(monkeypatch):
-    """vllm, sglang 24527: blocks of a leg that is called off are free at once, though they are being written."""
+    """vllm, sglang 24527: blocks of an aborted leg are freed at once, although they are being written."""
     end, abort = VllmSide.end, SglangDecode.abort
 
     def end_and_free(side, leg, finish, *args, **options):
@@ -107,7 +107,7 @@ def test_blocks_that_are_freed_while_a_transfer_writes_them_are_an_error(monkeyp
     harness = RouterHarness(SMALL, backend, roles=roles)
     (p,), (d,) = harness.role("prefill"), harness.role("decode")
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
-    request.finish()  # its transfer is under way
+    request.finish()  # its transfer is active
     harness.judge()
     found = overwritten_of(harness)
     assert found == ([] if waits else [(1, f"blocks of 1 leg were free while they were written: {request.name}")])

@@ -1,6 +1,4 @@
-"""SGLang's P/D pairs by hand: workers of a role, hand-overs that a test changes, drops or keeps, and ends of
-transfers.
-"""
+"""SGLang's P/D pairs driven directly: workers of a role, changed, dropped or kept hand-overs, and ends of transfers."""
 
 from random import Random
 
@@ -15,7 +13,7 @@ PROMPT = tuple(range(10))
 
 
 class Engine:
-    """A worker of a role over few pages, and what it published."""
+    """A worker of a role over few pages, with its events."""
 
     def __init__(self, kind, pages=16, block_size=4, backend="sglang", number=0, **options):
         self.sink = CapturingSink()

@@ -1,7 +1,7 @@
-"""P/D pairs next to the queues and the cache of SGLang 0.5.23, step by step.
+"""P/D pairs compared step by step with the queues and the cache of SGLang 0.5.23.
 
-The data is a part of the recordings that `play_pairs.py` plays whole: programs of prefill and of
-decode engines that have, together, all that the others have.
+The data is a part of the recordings that `play_pairs.py` plays: programs of prefill and decode
+engines that together cover everything in the others.
 """
 
 import pytest

@@ -1,4 +1,4 @@
-"""SGLang's P/D pairs in virtual time: whole engines, both legs at once, transfers that take time and go wrong."""
+"""SGLang's P/D pairs in virtual time: complete engines, both legs at once, slow and failing transfers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SIZE = 16
 
 
 class Engine(MockEngine):
-    """An engine of a pair, and what it published."""
+    """An engine of a pair, with its events."""
 
     def __init__(self, kind, pages=256, pair=None, **args):
         self.sink = CapturingSink()
@@ -22,7 +22,7 @@ class Engine(MockEngine):
 
     @property
     def names(self):
-        """Names that it holds, by its events."""
+        """The block names that its events leave present."""
         held = set()
         for event in self.sink.events:
             if isinstance(event.data, Stored):
@@ -33,13 +33,13 @@ class Engine(MockEngine):
 
     @property
     def is_quiet(self):
-        """Whether nothing is held: no request, no pages, no leg."""
+        """Whether it holds no request, no pages and no leg."""
         worker = self.worker
         return not (worker.requests or worker.manager.num_active_blocks or worker.leased or worker.pair.legs)
 
 
 def trace(count, output=4, every_ms=20.0):
-    """Requests that share beginnings, of 3 to 7 pages and a part."""
+    """Return requests with shared beginnings, of 3 to 7 pages and a partial one."""
     return [
         TraceRequest(
             timestamp=at * every_ms,

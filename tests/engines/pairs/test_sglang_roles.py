@@ -1,4 +1,4 @@
-"""SGLang's pairs by the `roles` of a test: judged as any worker, and warned about at the end."""
+"""SGLang's pairs as `roles` of a test: checked like any worker, and warned about at the end."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The queues of SGLang's prefill and decode engines, and the rooms that connect them: one rule a test."""
+"""The queues of SGLang's prefill and decode engines, and the rooms that connect them: one rule per test."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ WHERE = "10.0.0.1", 8998
 
 
 class Cache:
-    """A cache of few pages, and what it publishes."""
+    """A cache of few pages, with its events."""
 
     def __init__(self, pages):
         self.sink = CapturingSink()
@@ -37,7 +37,7 @@ class Cache:
 
 
 class Prefill(Cache):
-    """A prefill engine whose batches have whole prompts."""
+    """A prefill engine whose batches contain whole prompts."""
 
     def __init__(self, pages=32, rows=8, **options):
         super().__init__(pages)
@@ -50,7 +50,7 @@ class Prefill(Cache):
         return leg
 
     def turn(self, most=1000):
-        """One turn of the event loop; each piece has at most so many tokens."""
+        """Run one turn of the event loop; each chunk has at most `most` tokens."""
         side, batch = self.side, []
         side.begin_turn()
         for leg in side.candidates():
@@ -86,7 +86,7 @@ class Decode(Cache):
         return leg
 
     def serve(self, name, tokens):
-        """Receive a prompt, and run it."""
+        """Receive a prompt and start it."""
         leg = self.ask(name, tokens)
         leg.shake()
         self.side.reserve()
@@ -492,7 +492,7 @@ def test_a_lost_bootstrap_server_fails_all_its_rooms():
 def test_a_room_is_looked_up_at_the_rank_of_its_number_unless_a_rank_is_given():
     pair = Pair(ranks=2)
     pair.ask_p(5, range(8), rank=0)
-    pair.ask_d(5, range(8), "wrong")  # 5 % 2 is rank 1, where it is not
+    pair.ask_d(5, range(8), "wrong")  # 5 % 2 is rank 1, which does not have the room
     pair.turn()
     assert pair.p.said() == []
     right = pair.ask_d(5, range(8), "right", rank=0)

@@ -1,4 +1,4 @@
-"""Engine profiles in files: what they say, and the one error that each wrong file gets."""
+"""Engine profiles in files: their contents, and the one error of each invalid file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_kvmock.values.strict_yaml import YamlError
 
 @pytest.fixture
 def read(tmp_path):
-    """Read files: `read(a=text, b=text)`; their names are the keywords."""
+    """Read files given as `read(a=text, b=text)`; the keywords are their names."""
 
     def from_files(**texts):
         for name, text in texts.items():

@@ -1,4 +1,4 @@
-"""`MockEngineArgs`: what Dynamo's mocker 1.2.1 takes, what is refused, and its JSON."""
+"""`MockEngineArgs`: the arguments of Dynamo's mocker 1.2.1, refused values, and the JSON form."""
 
 import json
 import math
@@ -583,7 +583,7 @@ def test_arguments_that_contradict_explicit_profile_fields_are_refused(profile, 
 
 
 def test_the_caller_can_name_the_explicit_fields_of_a_profile():
-    profile = EngineProfile(num_blocks=256)  # the default, but somebody wrote it down
+    profile = EngineProfile(num_blocks=256)  # equal to the default, but set explicitly
     assert MockEngineArgs.from_profile(profile, num_gpu_blocks=32).num_gpu_blocks == 32
     assert (
         refusal(MockEngineArgs.from_profile, profile, explicit={"num_blocks", "seed"}, num_gpu_blocks=32)

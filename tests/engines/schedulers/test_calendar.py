@@ -1,4 +1,4 @@
-"""Requests that sleep through passes that only decode, and when such passes end."""
+"""Requests that skip passes that only decode, and the end times of such passes."""
 
 from itertools import accumulate, pairwise
 from random import Random
@@ -13,9 +13,7 @@ from pytest_kvmock.engines.schedulers.performance import rounded_ms
 
 
 def served(seed, sink):
-    """An engine of 1.6.1 after random requests, some of which share prefixes, in few blocks, so that some are
-    preempted.
-    """
+    """Return an engine of 1.6.1 after random requests with partly shared prefixes; few blocks cause preemptions."""
     rng = Random(seed)
     size = rng.choice([4, 8, 16])
     fields = {"max_num_seqs": rng.choice([2, 6, None]), "speedup_ratio": rng.choice([1.0, 3.0])}
@@ -66,6 +64,6 @@ def test_decode_pass_ends_equal_the_sums_of_the_original(speedup, lengths):
     steps = [rounded_ms(model.decode_ms(each, total, each // lengths.step), speedup) for each in lengths]
     ends = list(accumulate(steps, initial=0.1))
     for until in (1e9, ends[40], ends[9] + 0.01, 0.2):
-        for _ in range(2):  # what is not known yet, and what is
+        for _ in range(2):  # once computed, once cached
             started = [end for begin, end in pairwise(ends) if begin < until]
             assert started == times.ends(0.1, until, lengths)

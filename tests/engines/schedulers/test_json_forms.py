@@ -1,4 +1,4 @@
-"""The nested form of an engine's arguments: what 1.6.1 refuses, in our words, and what is written."""
+"""The nested JSON form of an engine's arguments: values that 1.6.1 refuses, with our messages, and written forms."""
 
 import re
 

@@ -18,7 +18,7 @@ TIMES = "interpolated_times_1.2.1.json"
 
 
 def nanoseconds(ms):
-    """As Dynamo rounds a duration: seconds as a float, exactly rounded, ties to even."""
+    """Round a duration as Dynamo does: seconds as a float, exactly rounded, ties to even."""
     return round(Fraction(ms / 1000) * 10**9)
 
 
@@ -31,7 +31,7 @@ def as_ms(ns):
 
 @pytest.mark.parametrize(
     ("expected", "prompt", "in_use"),
-    [  # prompt and cached tokens, blocks in use and in all; in nanoseconds, by replays of Dynamo 1.2.1
+    [  # prompt and cached tokens, blocks in use and in total; nanoseconds from replays of Dynamo 1.2.1
         (25_261702, (128, 0), (2, 100)),
         (24_812019, (192, 128), (3, 100)),
         (56_679659, (448, 0), (7, 8)),  # 1 less than with -25.74 * p * p
@@ -99,7 +99,7 @@ def test_interpolated_times_equal_the_recorded_ones_of_dynamo_bit_for_bit(record
 
 def test_a_prefill_without_new_tokens_is_extrapolated_by_1_2_1_and_free_by_1_6_1():
     profile = {**PROFILE, "prefill_isl": [100.0, 1000.0], "prefill_ttft_ms": [10.0, 33.3]}
-    # Of a replay with engine_type="sglang": the second of two identical prompts.
+    # From a replay with engine_type="sglang": the second of two identical prompts.
     assert nanoseconds(InterpolatedModel(**profile).prefill_ms(1, 128, 128)) == 7_411111
     assert InterpolatedModel(**profile, semantics="1.6.1").prefill_ms(1, 128, 128) == 0.0
 
@@ -282,7 +282,7 @@ def test_an_array_with_the_wrong_number_of_dimensions_is_named(tmp_path, name, v
 
 @pytest.mark.parametrize("compressed", [False, True])
 def test_a_damaged_file_is_read_or_raises_a_value_error(tmp_path, compressed):
-    """Whatever byte is wrong: the file is refused, or read as it stands."""
+    """A file with any wrong byte is refused, or read as it is."""
     whole = write_npz(tmp_path / "a.npz", PROFILE, compressed=compressed).read_bytes()
     rnd = random.Random(zlib.crc32(whole))
     refusals = []

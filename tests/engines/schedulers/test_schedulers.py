@@ -1,4 +1,4 @@
-"""The registry of schedulers: what a row says is what engines do."""
+"""The registry of schedulers: engines follow its rows."""
 
 from dataclasses import fields
 
@@ -26,7 +26,7 @@ def test_an_engine_of_each_release_serves_requests_over_its_default_backend(spec
 
 
 class RaisesOnce:
-    """A performance model of a user's own, whose first answer of a kind is an error."""
+    """A custom performance model that raises at its first call of each kind."""
 
     def __init__(self, kind):
         self._left = {kind}
@@ -86,7 +86,7 @@ def test_the_token_budget_of_a_pass_depends_on_the_scheduler(expected, fields):
 @ROWS
 def test_the_default_backend_names_its_scheduler(spec):
     for semantics, release in spec.releases.items():
-        is_mock = (spec.name, semantics) == ("trtllm", "1.6.1")  # of TensorRT-LLM; it has the blocks of that of vLLM
+        is_mock = (spec.name, semantics) == ("trtllm", "1.6.1")  # of TensorRT-LLM; it has vLLM's scheduler
         assert ("vllm" if is_mock else spec.name) == backend_spec(release.backend).scheduler
 
 
@@ -98,7 +98,7 @@ def test_a_backend_with_an_unknown_scheduler_is_refused():
 
 
 def flag_values(name):
-    """The values of a field of `Release` over all rows."""
+    """Return the values of a field of `Release` in all rows."""
     return {getattr(release, name) for spec in SCHEDULERS.values() for release in spec.releases.values()}
 
 

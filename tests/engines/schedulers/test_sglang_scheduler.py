@@ -1,4 +1,4 @@
-"""The scheduler over SGLang's own cache: who is admitted, who is retracted, and how long it takes."""
+"""The scheduler over SGLang's own cache: admission, retraction and times."""
 
 from random import Random
 
@@ -28,7 +28,7 @@ def pages(*numbers, tail=0):
 
 
 def run(one, until=1000):
-    """Passes until nothing is open, at most so many."""
+    """Run passes until no request is open, up to a maximum; return them."""
     passes = []
     while not one.is_idle and len(passes) < until:
         passes.append(one.step())
@@ -36,7 +36,7 @@ def run(one, until=1000):
 
 
 def admissions(one, requests):
-    """Numbers of the requests that each pass admits, where it admits any."""
+    """Return the numbers of the requests admitted by each pass that admits any."""
     return [[requests.index(each) for each in done.admitted] for done in run(one) if done.admitted]
 
 
@@ -79,9 +79,9 @@ def test_prompts_are_chunked_by_whole_pages_and_the_remainder_waits_at_the_front
         [(one.requests.index(each.request), each.tokens, each.prefix_tokens) for each in done.scheduled]
         for done in passes
     ]
-    # The rest of 5 takes two pages of the budget, which leaves none for the short one.
+    # The remaining 5 tokens take two pages of the budget, which leaves none for the short prompt.
     assert chunks == [[(0, 8, 0)], [(0, 8, 8)], [(0, 5, 16)], [(1, 4, 0)]]
-    assert (long.reused_tokens, long.status) == (16, "finished")  # its own chunks count
+    assert (long.reused_tokens, long.status) == (16, "finished")  # its own chunks count as reused
     assert [long] == list(passes[0].waiting)[:1]
     assert short.status == "finished"
 
@@ -130,13 +130,13 @@ def test_of_uncached_prompts_with_a_common_beginning_all_but_the_first_yield():
     requests = [one.submit(prompt, 1) for prompt in prompts]
     order = admissions(one, requests)
     assert order[0] == [0]
-    # Once the first is cached, the second is the one with the longest cached prefix.
+    # Once the first is cached, the second has the longest cached prefix.
     assert order[1] == [1]
     one = engine(sglang={"schedule_policy": "lpm"})
     for prompt in prompts:
         one.submit(prompt, 1)
     admitted = [one.requests.index(request) for request in one.step().admitted]
-    assert admitted == [0, 2, 3, 4, 1]  # one of fewer than 32 tokens yields to none
+    assert admitted == [0, 2, 3, 4, 1]  # a prompt of fewer than 32 tokens yields to no other
 
 
 @pytest.mark.parametrize(("alike", "expected"), [(31, [0, 1, 2]), (32, [0, 2, 1]), (33, [0, 2, 1])])
@@ -162,7 +162,7 @@ def test_more_than_128_waiting_requests_are_not_sorted_by_prefix():
 
 
 def crowded():
-    """Three requests that fit, and whose output does not."""
+    """Return an engine and three requests that fit without their output."""
     one = engine(8, sglang={"schedule_conservativeness": 0.0, "clip_max_new_tokens": 0})
     return one, [one.submit(pages(number, number + 10), 9) for number in range(1, 4)]
 
@@ -172,7 +172,7 @@ def test_the_request_with_the_fewest_generated_tokens_is_retracted_to_the_front(
     retracted = [(done.preempted, done.waiting) for done in run(one) if done.preempted]
     assert retracted
     preempted, waiting = retracted[0]
-    assert requests[0] is preempted[0]  # all have generated as many: the first of them
+    assert requests[0] is preempted[0]  # all have generated the same number, so it is the first
     assert requests[0].status == "finished"
     assert requests[0].preemptions
     assert preempted[0] is waiting[0]
@@ -236,7 +236,7 @@ def test_requests_with_higher_priority_are_admitted_first():
 
 def test_a_request_that_can_never_be_admitted_stalls_the_engine():
     one = engine(4, sglang={"clip_max_new_tokens": 4, "schedule_conservativeness": 0.0})
-    one.submit(pages(1, 2, 3), 4)  # it fits, and is never admitted: its room must be more than it takes
+    one.submit(pages(1, 2, 3), 4)  # it fits but is never admitted: the free room must exceed what it takes
     with pytest.raises(EngineStalled, match="the engine makes no progress"):
         one.run()
 
@@ -333,7 +333,7 @@ def test_any_requests_are_served_without_event_errors_or_leaks(requests, num_gpu
             one.submit(Prompt(pages(*numbers, tail=tail)), output)
     try:
         report = one.run()
-    except EngineStalled:  # the original hangs there, too
+    except EngineStalled:  # the original hangs there too
         return
     assert set(report.completed) == set(report.requests)
     assert all(len(request.token_ms) == request.max_output_tokens for request in report.requests)

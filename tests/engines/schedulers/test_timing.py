@@ -1,4 +1,4 @@
-"""Virtual time: whole nanoseconds, ties to even, and the order of sums."""
+"""Virtual time: whole nanoseconds, ties to even, and the order of summation."""
 
 from fractions import Fraction
 
@@ -42,9 +42,9 @@ def test_a_value_that_is_not_a_duration_is_refused(seconds):
     ("ms", "speedup", "rounded"),
     [
         (16.6237244, 1.0, 16.623724),
-        (16.6237244, 0.0, 16.623724),  # 0 divides by nothing
+        (16.6237244, 0.0, 16.623724),  # 0 means no division
         (16.6237244, 2.0, 8.311862),
-        (0.000003, 2.0, 0.000001),  # the half of three nanoseconds is, as a float, below 1.5
+        (0.000003, 2.0, 0.000001),  # as a float, half of three nanoseconds is below 1.5
         (10.0, 3.0, 3.333333),
         (10.0, 0.5, 20.0),
     ],

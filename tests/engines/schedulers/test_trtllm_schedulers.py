@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own scheduler, worked by hand from its rules as they were read: it did not run."""
+"""TensorRT-LLM's own scheduler, worked out by hand from the rules in its source: the original did not run."""
 
 import pytest
 
@@ -18,12 +18,12 @@ def made(policy, backend=V1, blocks=8, **fields):
 
 
 def prompt(number, tokens=8):
-    """A prompt that shares nothing with another of another number."""
+    """Return a prompt that shares no token with prompts of other numbers."""
     return range(100 * number, 100 * number + tokens)
 
 
 def chunks(done):
-    """What a pass computed of prompts: which request, so many tokens, behind so many."""
+    """Return the prompt chunks of a pass: request, number of tokens, tokens before them."""
     return [(each.request.opened, each.tokens, each.prefix_tokens) for each in done.scheduled if each.prompt_tokens]
 
 
@@ -35,8 +35,8 @@ def computed(done):
 
 
 def test_guaranteed_no_evict_starts_a_request_once_its_whole_output_has_room():
-    """3 blocks each to their end, 8 + 4 tokens: two of 8 blocks' four are admitted, and the third waits though 4 are
-    free.
+    """Each request needs 3 blocks for 8 + 4 tokens: of 8 blocks, two requests get 2 each; the third waits, although 4
+    blocks are free.
     """
     engine = made("guaranteed_no_evict")
     requests = [engine.submit(prompt(number), 4) for number in range(3)]
@@ -48,9 +48,7 @@ def test_guaranteed_no_evict_starts_a_request_once_its_whole_output_has_room():
 
 
 def test_guaranteed_no_evict_does_not_subtract_cached_blocks_from_the_need():
-    """5 of 8 blocks are reserved, 3 free: a second request that hits two blocks in use needs one more, and counts
-    three.
-    """
+    """5 of 8 blocks are reserved, 3 free: a second request that hits two blocks in use needs one but counts three."""
     engine = made("guaranteed_no_evict", blocks=7)
     engine.submit(prompt(0, 13), 7)
     engine.step()
@@ -73,7 +71,7 @@ def test_at_most_max_num_seqs_requests_start():
 
 
 def test_a_shorter_window_needs_its_blocks_and_one_more_for_sliding():
-    """Of 8 + 60 tokens the longer window needs 17 of its blocks; the shorter one 8, and one while it slides."""
+    """For 8 + 60 tokens the longer window needs 17 of its blocks; the shorter one 8, plus one while it slides."""
     engine = made("guaranteed_no_evict", TWO_WINDOWS, blocks=32)
     driver = engine.inside.scheduler._driver
     state = engine.submit(prompt(0), 60).state
@@ -95,7 +93,7 @@ def test_a_request_waits_for_and_hits_a_block_that_another_request_computes(poli
 
 @pytest.mark.parametrize(("backend", "together"), [(V1, False), (V2, True)])
 def test_v1_compares_blocks_without_their_ancestors_and_v2_with_them(backend, together):
-    """Two cached blocks that differ, and one equal block behind each."""
+    """Two different cached blocks are each followed by an equal block."""
     engine = made("max_utilization", backend, blocks=32)
     for number in (1, 2):
         engine.submit([*prompt(number, 4), 0], 1)
@@ -116,7 +114,7 @@ def test_with_several_windows_no_request_waits():
 
 
 def test_the_last_started_request_is_paused_and_recomputes_all_its_tokens_as_a_prompt():
-    """Two of 8 tokens have two blocks each of five: with the first token of output each needs a third, and one is
+    """Two requests of 8 tokens have two of five blocks each: for the first output token each needs a third, but one is
     free.
     """
     engine = made("max_utilization", blocks=5)
@@ -130,7 +128,7 @@ def test_the_last_started_request_is_paused_and_recomputes_all_its_tokens_as_a_p
         ("finished", 6, 0),
         ("finished", 6, 1),
     ]
-    assert [found for _, found in last.admissions] == [0, 4]  # the first one took one of the two blocks that it left
+    assert [found for _, found in last.admissions] == [0, 4]  # the first request took one of its two blocks
 
 
 def test_no_request_is_admitted_after_a_paused_one():
@@ -138,7 +136,7 @@ def test_no_request_is_admitted_after_a_paused_one():
     for number in range(2):
         engine.submit(prompt(number), 6)
     engine.step()
-    engine.submit(prompt(2, 3), 1)  # the two blocks of the paused one would do
+    engine.submit(prompt(2, 3), 1)  # the two blocks of the paused request would be enough
     assert engine.step().admitted == []
 
 
@@ -174,7 +172,7 @@ def test_v2_suspends_a_request_and_moves_its_pages_to_the_host():
     assert engine.inside.scheduler._driver.is_suspended(last.state)
     engine.run()
     assert [(each.status, each.generated_tokens) for each in (first, last)] == [("finished", 6)] * 2
-    assert [tokens for _, tokens in last.admissions] == [0]  # it never came back as a prompt
+    assert [tokens for _, tokens in last.admissions] == [0]  # it was never recomputed as a prompt
 
 
 def test_without_a_host_level_a_suspended_request_of_v2_is_recomputed():
@@ -194,7 +192,7 @@ def test_over_v2_both_capacity_policies_use_the_suspending_scheduler():
 
 @pytest.mark.parametrize("backend", [V1, V2])
 def test_first_come_first_served_chunks_prompts_at_whole_blocks(backend):
-    """A budget of 22 for prompts of 10, 10 and 6: the third has 2 left, less than a block, and waits."""
+    """A budget of 22 for prompts of 10, 10 and 6 leaves 2 for the third, less than a block, so it waits."""
     engine = made("guaranteed_no_evict", backend, blocks=64, max_num_batched_tokens=22)
     for number, tokens in enumerate((10, 10, 6)):
         engine.submit(prompt(number, tokens), 4)
@@ -202,7 +200,7 @@ def test_first_come_first_served_chunks_prompts_at_whole_blocks(backend):
 
 
 def test_equal_progress_gives_one_block_to_each_prompt_in_turn():
-    """A budget of 22 is five blocks of 4 and 2 tokens that are too few for anybody."""
+    """A budget of 22 is five blocks of 4, plus 2 tokens that are too few for any prompt."""
     policy = {"context_chunking_policy": "equal_progress"}
     engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=22, **policy)
     for number in range(3):
@@ -233,8 +231,8 @@ def test_generating_requests_count_first_against_the_token_budget():
 
 
 def test_v1_budgets_a_prompt_without_its_hits_and_v2_with_them():
-    """Of 17 tokens 16 are cached: in a budget of 8, V1 cuts what it takes for 17, and has room for one prompt; V2
-    for two.
+    """16 of 17 tokens are cached: in a budget of 8, V1 counts 17 tokens, chunks them and has room for one prompt;
+    V2 has room for two.
     """
     served = {}
     for backend in (V1, V2):

@@ -1,4 +1,4 @@
-"""The scheduler of Dynamo's mock of vLLM: worked examples, and where its two releases part."""
+"""The scheduler of Dynamo's mock of vLLM: worked examples, and differences of its two releases."""
 
 import pytest
 
@@ -11,7 +11,7 @@ def engine_of(backend="lineage", **fields):
 
 
 def submit(engine, *prompts, output=4):
-    """Requests with prompts of these lengths, no two of which share a block."""
+    """Submit requests with prompts of these lengths that share no block."""
     return [engine.submit(range(1000 * i, 1000 * i + length), output) for i, length in enumerate(prompts)]
 
 
@@ -22,7 +22,7 @@ def test_prompts_share_the_token_budget_and_the_rest_of_a_prompt_is_computed_lat
     assert [first] == done.generated
     assert [first, second] == list(engine.inside.scheduler.running)
     assert (first.computed_tokens, second.computed_tokens) == (8, 4)
-    assert engine.metrics.active_blocks == 4  # two, one for the token, and one
+    assert engine.metrics.active_blocks == 4  # two for the first prompt, one each for its output and the second prompt
 
 
 def test_running_requests_are_served_before_waiting_ones():
@@ -36,13 +36,13 @@ def test_running_requests_are_served_before_waiting_ones():
 
 
 def test_a_waiting_request_preempts_a_running_one_in_1_2_1():
-    """8 tokens have 2 of 4 blocks, 12 ask for 3: they get the two that are left, and preempt for the third."""
+    """8 tokens have 2 of 4 blocks; 12 tokens ask for 3: they get the two free ones and preempt for the third."""
     engine = engine_of(num_gpu_blocks=4)
     first, _ = submit(engine, 8, 12, output=1)
     late = engine.submit(range(9000, 9004), 1, arrival_ms=0.0)
     done = engine.step()
     assert ([first], first) == (done.preempted, engine.inside.scheduler.waiting[0])
-    assert late not in done.admitted  # nobody is admitted after a preemption
+    assert late not in done.admitted  # no request is admitted after a preemption
     assert len(engine.run().completed) == 3
 
 
@@ -71,7 +71,7 @@ def test_no_request_is_admitted_in_a_pass_that_preempted():
     _, second = submit(engine, 8, 16)
     late = engine.submit(range(9000, 9004), 1)
     engine.step()
-    done = engine.step()  # the second has one block, and asks for three more
+    done = engine.step()  # the second has one block and asks for three more
     assert [second] == done.preempted
     assert done.admitted == []
     assert [second, late] == list(engine.inside.scheduler.waiting)
@@ -111,9 +111,9 @@ def test_max_num_seqs_limits_the_number_of_running_requests():
 
 
 def test_a_chunk_that_leaves_one_token_of_the_prompt_is_not_a_decode():
-    """It looks like decode, one token left; but that token is prefill, and costs as much."""
+    """One remaining token looks like decode, but it is prefill and costs as much."""
     engines = [engine_of(num_gpu_blocks=100, max_num_batched_tokens=8) for _ in range(2)]
-    engines[1].on_pass(lambda done: None)  # each pass by itself
+    engines[1].on_pass(lambda done: None)  # each pass runs by itself
     for engine in engines:
         engine.submit(range(9), 3)
     assert engines[0].run().to_json() == engines[1].run().to_json()
