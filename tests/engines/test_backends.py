@@ -1,4 +1,4 @@
-"""Backends by name and by spec: what a third party may say, and who knows it."""
+"""Backends by name and by spec: third-party registrations and their visibility."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pytest_kvmock.values import MoveError, Promote, lineage_hash
 
 @pytest.fixture(autouse=True)
 def _only_built_in_ones():
-    with registered({}):  # the run may have others
+    with registered({}):  # the test run may have others
         yield
 
 
 class NewestFirst(EvictionPolicy):
-    """The least that a policy must say."""
+    """The minimal eviction policy."""
 
     def __init__(self, num_blocks):
         self.num_blocks = num_blocks
@@ -270,7 +270,7 @@ def test_the_local_hash_of_a_promoted_block_defaults_to_0():
 
 
 class Removal:
-    """No move that there is."""
+    """A move of an unknown kind."""
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "mocker_sglang_1_6"])

@@ -1,4 +1,4 @@
-"""What users say of the tiers below the device."""
+"""The options of users for the tiers below the device."""
 
 import pytest
 

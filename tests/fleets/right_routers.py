@@ -232,11 +232,11 @@ SETTINGS = {
 }
 
 SPARSE = tuple(name for name in SETTINGS if "sparse" in name)
-"""Where most requests find an idle fleet: nothing speaks against the worker that holds most, however uneven that is."""
+"""Settings with a mostly idle fleet: the worker with the most cached blocks is right, however uneven the result."""
 
 CALM = ("chats", "eight", "two", "three", "two_tenants", "three_tenants", *SPARSE)
-"""Where a router that knows no caches is below saturation too; in the other settings it has to compute more than
-four engines can."""
+"""Settings in which a router without cache information is also below saturation; in the others it has to compute more
+than four engines can."""
 
 
 def run(router, setting, seed, count=400):

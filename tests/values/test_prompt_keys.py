@@ -176,7 +176,7 @@ def test_prompt_keys_are_carried_under_the_field_names_of_the_wire():
 
 
 ENGINES = [name for name in EACH if name != "hash_cache" and not name.startswith("sglang")]
-"""Those have no numbers for adapters: refused, or a name alone."""
+"""The backends with numbers for adapters; the others refuse adapters, or have only names."""
 
 
 def ids_of(worker, events, *names):

@@ -1,5 +1,5 @@
-"""Streams of hybrid models and of offloading over a wire: sparse Stored and locations are read, and written as they
-were.
+"""Streams of hybrid models and of offloading over a wire: sparse Stored and locations are read, and written back
+unchanged.
 """
 
 import msgspec
@@ -16,7 +16,7 @@ SPAN = [(1, 2), (3, 4), (5, 6)]
 
 
 def over(dialect, batches):
-    """What is read of batches, each written again as it came."""
+    """Decode batches, and check that each is written back unchanged."""
     for batch in batches:
         data = payload(batch, dialect)
         decoded = decode(data, dialect)
@@ -27,7 +27,7 @@ def over(dialect, batches):
 
 
 def as_published(event):
-    """An event of a recording as an engine of ours publishes it."""
+    """Return an event of a recording as our engine publishes it."""
     if event["type"] == "AllBlocksCleared":
         return Cleared(), None, None
     hashes, group = tuple(event["block_hashes"]), event.get("group_idx", 0)
@@ -110,7 +110,7 @@ READ = [
 def test_sparse_stored_and_locations_are_recognised_in_a_payload(dialect, changes, data, careful):
     event = stored(**changes)
     before = payload([event], dialect)
-    if careful:  # a field that is unknown has each event looked at by itself
+    if careful:  # an unknown field makes the reader decode each event separately
         batch = msgspec.msgpack.decode(before)
         if DIALECTS[dialect].form == "map":
             batch[1][0]["new"] = 1

@@ -1,4 +1,4 @@
-"""What is read from a payload, and what is said of a bad one: each defect has its name and its place."""
+"""Decoding of payloads, and the reports about bad ones: each defect has its name and its place."""
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ LISTS = "an array of arrays of integers, or nil"
 
 
 def array(place=None, value=None, *, hashes=(11, 12)):
-    """A BlockStored of vLLM 0.19, with one of its elements changed."""
+    """Return a BlockStored of vLLM 0.19 with one element changed."""
     event = ["BlockStored", [*hashes], None, [*range(4 * len(hashes))], 4, None, "GPU", None, [None] * len(hashes)]
     if place is not None:
         event[place] = value
@@ -26,7 +26,7 @@ def array(place=None, value=None, *, hashes=(11, 12)):
 
 
 def as_map(**changes):
-    """A BlockStored of vLLM 0.33, with fields changed; REMOVED takes one out."""
+    """Return a BlockStored of vLLM 0.33 with fields changed; REMOVED deletes one."""
     event = {
         "type": "BlockStored",
         "block_hashes": [11, 12],
@@ -49,11 +49,11 @@ GOOD[BYTES] = as_map(block_hashes=[b"\x07" * 32, b"\x08" * 16])
 
 
 def around(name, *events):
-    """A batch with these events between two good ones."""
+    """Return a batch with these events between two good ones."""
     return pack([1.5, [GOOD[name], *events, GOOD[name]], 0])
 
 
-# Of an event: dialect, the event, defect, field, expected, observed. It stands between two good ones.
+# For each event: dialect, the event, defect, field, expected, observed. The event is between two good ones.
 BAD = [
     (ARRAY, 7, "wrong_type", None, "an array", "7"),
     (ARRAY, None, "wrong_type", None, "an array", "None"),
@@ -173,12 +173,12 @@ def test_a_bad_event_is_reported_and_the_good_events_are_kept(name, event, *, de
 
 
 def raw_map(*pairs):
-    """A map in which keys may be there twice."""
+    """Return a map whose keys may be duplicates."""
     return bytes([0x80 | len(pairs)]) + b"".join(pack(key) + pack(value) for key, value in pairs)
 
 
 def with_raw(name, event):
-    """A batch of a good event, one in bytes, and a good event."""
+    """Return a batch of a good event, an event in bytes, and a good event."""
     good = pack(GOOD[name])
     return b"\x93" + pack(1.5) + b"\x93" + good + event + good + pack(0)
 
@@ -226,7 +226,7 @@ def test_defects_that_exist_only_in_raw_bytes_are_reported(name, event, *, defec
 
 
 BATCH = "an array of timestamp, events and rank"
-# Of a batch: the payload, its defect, field, expected, observed, and whether its event is there.
+# For each batch: the payload, its defect, field, expected, observed, and whether its event is kept.
 BATCHES = [
     (b"", "truncated", None, "the whole of the value", "1 bytes are needed and 0 left", 0),
     (b"\xc1", "malformed", None, "msgpack, which has no such byte", "byte 0xc1 at 0", 0),
@@ -483,7 +483,7 @@ def test_the_rank_of_a_batch_overrides_the_given_rank():
 
 
 def test_a_payload_in_another_dialect_is_reported_event_by_event():
-    """Array events came to readers of maps, and maps to readers of arrays: nothing is read, and each event is named."""
+    """A reader of maps gets array events, and a reader of arrays gets maps: no event is read, and each is reported."""
     of_maps, of_arrays = encode(Batch([stored(), removed(event_id=1)]), MAP), encode(Batch([stored()]), ARRAY)
 
     assert (decode(of_maps, ARRAY).defects, decode(of_maps, ARRAY).events) == (["wrong_form"] * 2, [])
@@ -526,7 +526,7 @@ KEYED = [
 @pytest.mark.parametrize(("name", "key"), KEYED)
 def test_prompt_keys_are_carried_over_dialects_that_have_their_field(name, key):
     value = {"lora_name": "adapter", "cache_salt": "salt", "multimodal": [("image", 18, 20)]}[key]
-    one_name = (key, DIALECTS[name].hashes) == ("lora_name", "signed")  # SGLang's, with an adapter and without
+    one_name = (key, DIALECTS[name].hashes) == ("lora_name", "signed")  # SGLang, with and without an adapter
     with RouterHarness(backend=DIALECTS[name].backend) as engine:
         engine.worker(0).serve(Prompt([*range(64)], **{key: value}))
         if not one_name:
@@ -535,7 +535,7 @@ def test_prompt_keys_are_carried_over_dialects_that_have_their_field(name, key):
     with RouterHarness() as router:
         decoded = decode(encode(Batch(published), name), name)
         assert ([], published) == (decoded.problems, decoded.events)
-        if key == "multimodal":  # tuples, as in process
+        if key == "multimodal":  # tuples, as in the process
             sent, came = ([(e.extra or {}).get("extra_keys") for e in events] for events in (published, decoded.events))
             assert sent == came
         router.apply(decoded.events)
@@ -545,7 +545,7 @@ def test_prompt_keys_are_carried_over_dialects_that_have_their_field(name, key):
 
 
 def test_a_map_of_many_keys_after_an_array_is_read_in_linear_time():
-    many = {f"key {place}": place for place in range(60_000)}  # compared pair by pair, that would be minutes
+    many = {f"key {place}": place for place in range(60_000)}  # compared pair by pair, this would take minutes
     out = decode(around(SIGNED, [*array()[:7], many]), "sglang-0.5.18")
     assert (len(out.events), {*out.defects}) == (3, {"unknown_field"})
     assert many == out.extra[1]
@@ -662,8 +662,8 @@ def test_the_careful_reader_gives_the_same_events_as_msgspec(name):
         assert same(decoded, careful(payload, name))
         assert [event.event.data for event in batch.events] == [event.event.data for event in decoded.events]
         assert isinstance(decoded.events[0] if decoded.events else stored(), RouterEvent)
-        # Digests are no field of a dialect, nor are the sizes of TensorRT-LLM's levels where it sends whole blocks
-        # alone.
+        # Digests are not fields of a dialect, nor are the sizes of TensorRT-LLM's levels if it sends only whole
+        # blocks.
         lacks_some = DIALECTS[name].hashes == "bytes" or DIALECTS[name].whole_blocks
         assert [event.extra for event in batch.events] == decoded.extra or lacks_some
 
@@ -678,7 +678,7 @@ def test_a_cleared_with_extra_elements_is_reported_and_kept():
 
 
 def test_an_event_without_blocks_is_read_and_written_back_unchanged():
-    """In a dialect of digests, too: a Stored by its last 64 bits, a Removed without any."""
+    """Also in a dialect of digests: a Stored by its last 64 bits, a Removed without any."""
     empty = as_map(block_hashes=[], parent_block_hash=b"p" * 24 + bytes(7) + b"\x05", token_ids=[], extra_keys=[])
     events = [
         empty,

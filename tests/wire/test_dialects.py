@@ -1,4 +1,4 @@
-"""The table of dialects: byte for byte as recorded, row by row what a release changed, and what is refused."""
+"""The table of dialects: the recorded bytes, the changes of each release row by row, and refused inputs."""
 
 import msgspec
 import pytest
@@ -51,7 +51,7 @@ def test_recorded_bytes_are_decoded_to_their_events(recording, name):
 
 
 def plain(name, batch=None):
-    """What msgspec, which knows no dialect, reads: [stored, removed, cleared], and the rank."""
+    """Return the result of msgspec, which knows no dialect: [stored, removed, cleared], and the rank."""
     _, events, rank = msgspec.msgpack.decode(encode(batch or recorded_batch(name), name))
     return events, rank
 
@@ -60,7 +60,7 @@ def names(name, kind):
     return [field.name for field in getattr(DIALECTS[name], kind)]
 
 
-ADDED = [  # a release, the one before it, what BlockStored and BlockRemoved have more, as an ordinary engine writes it
+ADDED = [  # a release, the one before it, the added fields of BlockStored and BlockRemoved of an ordinary engine
     ("vllm-0.10.2", "vllm-0.9", {"medium": "GPU"}, {"medium": "GPU"}),
     ("vllm-0.14", "vllm-0.10.2", {"lora_name": None}, {}),
     ("vllm-0.19", "vllm-0.14", {"extra_keys": [None, None]}, {}),
@@ -103,13 +103,13 @@ def test_the_first_map_form_has_the_fields_of_the_last_array_form():
     (stored_map, removed_map, cleared_map), _ = plain("vllm-0.24")
 
     values = dict(zip(["type", *names("vllm-0.23", "stored")], array, strict=True))
-    del values["kv_cache_spec_sliding_window"]  # it is its default
+    del values["kv_cache_spec_sliding_window"]  # it has its default value
     assert list(values.items()) == list(stored_map.items())
     assert dict(zip(["type", *names("vllm-0.23", "removed")], gone, strict=True)) == removed_map
     assert cleared_map == {"type": "AllBlocksCleared"}
 
 
-LATER = [  # a release, the one before it, values of the fields that it added
+LATER = [  # a release, the one before it, values of the added fields
     ("vllm-0.28", "vllm-0.24", {"locality": "local"}, {"locality": "local"}),
     (
         "vllm-0.33",
@@ -129,7 +129,7 @@ def test_a_map_contains_new_fields_only_where_they_are_set(name, before, of_stor
     (with_them, gone_with_them), _ = plain(name, special)
 
     if DIALECTS[before].form == "map":
-        assert (ordinary, gone) == (plain(before)[0][0], plain(before)[0][1])  # unset, they are left out
+        assert (ordinary, gone) == (plain(before)[0][0], plain(before)[0][1])  # unset fields are omitted
     assert of_stored == {key: value for key, value in with_them.items() if key in of_stored}
     assert of_removed == {key: value for key, value in gone_with_them.items() if key in of_removed}
     assert [*names(before, "stored"), *of_stored] == names(name, "stored")

@@ -1,4 +1,4 @@
-"""What is written for a batch, and what cannot be."""
+"""Encoding of batches, and batches that cannot be written."""
 
 import subprocess
 import sys
@@ -111,7 +111,7 @@ WITHOUT_LOOKAHEAD = [
     name
     for name, row in DIALECTS.items()
     if row.is_msgpack
-    and not row.whole_blocks  # TensorRT-LLM, whose names look ahead in no stream
+    and not row.whole_blocks  # TensorRT-LLM's names never look ahead
     and not any(each.name == "lookahead_token_ids" for each in row.stored)
 ]
 
@@ -149,7 +149,7 @@ def test_a_batch_has_the_rank_of_its_events():
 
 
 def bare(**changes):
-    """A Stored whose token ids are not what they should be."""
+    """Return a Stored with wrong token ids."""
     event = stored()
     event.token_ids = changes.get("token_ids")
     event.extra = changes.get("extra")
@@ -255,7 +255,7 @@ def test_prompts_of_hashes_are_refused_by_dialects_that_carry_token_ids():
 
 
 def stream(backend, **sizes):
-    """The manager and the events of an engine that evicts, stores copies and clears."""
+    """Return the manager and the events of an engine that evicts, stores copies and clears."""
     with RouterHarness(backend=backend, **sizes) as kv:
         worker, prompt = kv.worker(0), kv.prompt(4)
         for more in (prompt, kv.prompt(3, after=prompt), kv.prompt(5), prompt):
@@ -346,7 +346,7 @@ def test_a_block_without_a_digest_is_refused_and_the_batch_changes_nothing():
         refused(digests, first, removed((7,)))
         == "event 1 of the batch: block 7 is not held, so that there is no digest of it"
     )
-    assert "event 0 of the batch: the parent " in refused(digests, second)  # the batch before was undone
+    assert "event 0 of the batch: the parent " in refused(digests, second)  # the previous batch was undone
     assert "event 0 of the batch: block 9 does not follow from its tokens: their digest is named " in refused(
         digests, stored((9,))
     )
@@ -434,7 +434,7 @@ WITH_TOKENS = {
 @pytest.mark.parametrize(
     ("name", "case"),
     [(name, case) for name in ("vllm-0.33", "vllm-0.9", "sglang-0.5.22") for case in (*FLAWED, *WITH_TOKENS)]
-    + [("dynamo-router-event", case) for case in FLAWED],  # it writes no more of an event
+    + [("dynamo-router-event", case) for case in FLAWED],  # it writes only these parts of an event
 )
 def test_an_event_with_invalid_fields_is_refused_in_one_line(name, case):
     event, message = {**FLAWED, **WITH_TOKENS}[case]

@@ -1,4 +1,4 @@
-"""What no dialect can write is told in one line; what is just within the bounds is nothing to tell."""
+"""An event that no dialect can write is reported in one line; one just within the bounds is not reported."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def event(data=None, *, worker_id=0, event_id=0, dp_rank=0, tier=StorageTier.DEV
 
 
 def changed(data, **fields):
-    """An event whose data were changed after they were made."""
+    """Return an event whose data were changed after its creation."""
     for name, value in fields.items():
         setattr(data, name, value)
     return event(data)

@@ -1,4 +1,4 @@
-"""A publisher as a router sees it: frames, numbers, replays; and how a test waits for it."""
+"""A publisher from a router's view: frames, numbers, replays; and how a test waits for it."""
 
 import asyncio
 import re
@@ -152,7 +152,7 @@ def test_restarting_a_worker_restarts_its_publisher(restart):
             harness.worker(worker).serve(harness.prompt())
         with publisher.step():
             harness.worker(0).serve(harness.prompt())
-            RESTARTS[restart](harness)  # what was not sent yet is lost in a crash
+            RESTARTS[restart](harness)  # unsent batches are lost in a crash
         assert (publisher.batches(), other.batches()) == (0, 1)
         harness.worker(0).serve(harness.prompt())
         assert [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]] == [0]
@@ -205,7 +205,7 @@ def test_a_timeout_after_a_restart_notes_that_batch_numbers_restarted(publisher)
     publish_chain(publisher, 2)
     assert began_anew not in why(publisher)
     publisher.worker_restarted(0)
-    publisher.worker_restarted(0)  # it has published nothing since
+    publisher.worker_restarted(0)  # it has published no batch since
     assert began_anew in why(publisher)
 
 
@@ -353,7 +353,7 @@ def test_a_publisher_records_the_client_and_start_of_each_replay(publisher):
         dealer.connect(publisher.replay_endpoint)
         dealer.rcvtimeo = 5000
         dealer.send_multipart([b"", start.to_bytes(8, "big")])
-        for _ in range(3 - start):  # the end marker, too
+        for _ in range(3 - start):  # also the end marker
             dealer.recv_multipart()
         dealer.close(linger=0)
     context.term()
@@ -403,7 +403,7 @@ def test_wait_subscribed_requires_a_subscription_to_each_rank():
 
 
 def answers(value):
-    """A probe that is awaited, and answers this."""
+    """An async probe with this answer."""
 
     async def probe():
         return value
@@ -451,11 +451,11 @@ def test_settle_waits_for_the_answer_of_a_consumer_in_another_thread(publisher):
 def test_settle_waits_between_polls_with_an_unread_subscription(publisher):
     asked = []
     with plain_sub(publisher.endpoint):
-        while not publisher._ranks[0].xpub.poll(0):  # the subscription is there, and unread
+        while not publisher._ranks[0].xpub.poll(0):  # the subscription has arrived and is unread
             pass
         with pytest.raises(WireTimeout):
             publisher.settle(lambda: asked.append(1), timeout=0.1)
-    assert len(asked) <= 30  # every 5 ms; without a wait it would be thousands
+    assert len(asked) <= 30  # every 5 ms; without a wait there would be thousands
 
 
 def test_settle_explains_its_wait(publisher):
@@ -477,7 +477,7 @@ def test_settle_explains_its_wait(publisher):
 
 
 def why(publisher, answer=False, expected=None):
-    """The lines of the timeout of a consumer that does not answer as it should, but for the first."""
+    """Return the lines of the timeout, except the first, of a consumer with a wrong answer."""
     with pytest.raises(WireTimeout) as caught:
         publisher.settle(lambda: answer, expected, timeout=0)
     return str(caught.value).splitlines()[1:]
@@ -492,7 +492,7 @@ def test_a_timeout_names_batches_sent_before_any_subscription(publisher):
             "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
             "rank 0: batches 0 to 2 went out with 0 subscriptions: call wait_subscribed first",
         ]
-        replayed(publisher.replay_endpoint, 0)  # who asks for all has them
+        replayed(publisher.replay_endpoint, 0)  # a consumer that requests all batches gets them
         assert why(publisher) == [
             "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
             "rank 0 was asked for batches from 0 on, and sent 5",
@@ -573,7 +573,7 @@ def test_a_timeout_over_inproc_mentions_the_shared_context():
             assert line not in why(publisher)
 
 
-# An answer, what is expected, and what the first lines of the timeout say of that.
+# An answer, the expected one, and the first lines of the timeout about the difference.
 LONG = {
     "a list": (
         [0] * 9 + [1],
@@ -706,7 +706,7 @@ def test_a_port_that_is_taken_is_named(publisher):
 
 
 def test_a_taken_endpoint_of_a_later_rank_is_named_and_the_first_is_released():
-    # Over inproc: the port after one that is free may be taken by another program at any time.
+    # Over inproc: another program may take the port after a free one at any time.
     context = zmq.Context()
     with KvPublisher("vllm-0.24", endpoint="inproc://kv_dp1", replay=False, context=context):
         with pytest.raises(EndpointError, match="inproc://kv_dp1 is taken"):
@@ -725,7 +725,7 @@ def test_an_inproc_name_that_is_taken_is_named():
         pytest.raises(EndpointError, match="inproc://kv is taken: something else is bound there; take another name"),
     ):
         KvPublisher("vllm-0.24", endpoint="inproc://kv", context=context)
-    context.term()  # it would wait for a socket that is open
+    context.term()  # it would wait for an open socket
 
 
 def test_each_rank_has_the_next_port_or_an_inproc_suffix():
@@ -776,7 +776,7 @@ def test_truncate_replay_remains_pending_until_a_replay_is_long_enough(publisher
     assert publisher.faults.unused == ["truncate_replay (no replay had so much to leave out)"]
     assert publisher.faults.injected == []
     publish_chain(publisher, 1)
-    assert len(replayed(publisher.replay_endpoint, 0)) == 3  # two, and the end marker
+    assert len(replayed(publisher.replay_endpoint, 0)) == 3  # two batches and the end marker
     assert [(each.fault, each.batch) for each in publisher.faults.injected] == [("truncate_replay", 2)]
 
 

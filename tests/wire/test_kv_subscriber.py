@@ -1,4 +1,4 @@
-"""A subscriber: what it gets over each fault of the wire, with a replay and without."""
+"""A subscriber: what it receives under each wire fault, with and without a replay."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def _has_ipv6():
 
 
 class World:
-    """A publisher, and a subscriber that notes which blocks it was given."""
+    """A publisher, and a subscriber that records the received blocks."""
 
     def __init__(self, *, replay, dialect="vllm-0.33", **options):
         self.blocks, self.events = [], []
@@ -135,8 +135,7 @@ def test_published_batches_arrive_over_every_transport_and_dialect(dialect, tran
 
 ALL = [0, 1, 2, 3, 4, 5]
 
-# A fault, how it is asked for; the blocks that arrive with a replay and without; what is lost with a replay and
-# without.
+# A fault, its request; the blocks that arrive with a replay and without; the losses with a replay and without.
 FAULTS = {
     "none": (lambda faults: None, ALL, ALL, [], []),
     "lost": (lambda faults: faults.lose(2), ALL, [0, 3, 4, 5], [], ["batches 1 to 2 did not arrive"]),
@@ -185,7 +184,7 @@ def test_a_replay_recovers_available_batches_and_the_rest_is_reported(dialect, f
         assert (with_replay if replay else without) == [block + signed for block in world.blocks]
         assert (lost_with if replay else lost_without) == world.lost
         assert world.publisher.faults.unused == []
-        assert bool(ask(world.publisher.faults)) is False  # it can be asked for again
+        assert bool(ask(world.publisher.faults)) is False  # it can be requested again
 
 
 def test_a_late_subscriber_recovers_all_batches_from_the_first():
@@ -319,7 +318,7 @@ def test_the_gap_left_by_a_truncated_replay_is_reported(end_marker):
         assert world.lost == [f"batches 3 to 4 did not arrive, and {why}"]
         assert [(0, range(1, 3))] == world.subscriber.recovered
         world.publisher.faults.lose()
-        world.publish(2)  # the next replay is whole again
+        world.publish(2)  # the next replay is complete again
         assert world.receive(2) == [0, 1, 2, 5, 6, 7]
 
 
@@ -454,7 +453,7 @@ def test_one_bad_event_leaves_a_gap_of_event_ids():
 
 
 def publish_some_unreadable(publisher, count, tags):
-    """Publish one batch of a chain of so many blocks, in which events have the tags that are given for their places."""
+    """Publish one batch of a chain of `count` blocks; events at the given places have the given tags."""
     sent = []
     write, publisher._write = publisher._write, lambda dp_rank, payload: sent.append((dp_rank, payload))
     with publisher.step():
@@ -468,7 +467,7 @@ def publish_some_unreadable(publisher, count, tags):
 
 EXPECTED_TAG = "unknown_tag, type: expected BlockStored, BlockRemoved, AllBlocksCleared, got"
 
-# Tags by their places in a batch of four events; what is reported, and after how many events.
+# Tags by their places in a batch of four events; the reports, each with the number of events before it.
 UNREADABLE = {
     "in the middle": ({1: "Pinned"}, [(1, f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")]),
     "at the end": ({3: "Pinned"}, [(3, f"event 3 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")]),
@@ -496,7 +495,7 @@ def test_unreadable_events_are_reported_at_their_place_in_the_stream(where):
         publish_some_unreadable(world.publisher, 4, tags)
         world.receive(1)
         assert [(place, range(1), text) for place, text in expected] == heard
-        assert [*range(4 - len(tags))] == [event.event.event_id for event in world.events]  # no gap on top of that
+        assert [*range(4 - len(tags))] == [event.event.event_id for event in world.events]  # and no gap
         assert ([], len(tags)) == (world.subscriber.lost, len(world.subscriber.problems))
 
 
@@ -618,7 +617,7 @@ def test_lost_batches_are_reported_as_a_gap_of_event_ids(to_sink):
         ) == ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4")
         worker = sink.worker_id if to_sink else 3
         assert (worker, 0) == (error.worker_id, error.dp_rank)
-        # The parent of what came next was in a lost batch: that follows from the gap.
+        # The parent of the next block was in a lost batch; the gap explains this.
         assert [problem.rule for problem in error.consequences()] == ["parent_block_not_found"]
         with pytest.raises(EventRulesBroken, match="batches 4 to 6 did not arrive"):
             harness.assert_no_event_errors()
@@ -676,7 +675,7 @@ def test_on_loss_is_called_with_each_loss():
 def test_an_async_test_can_receive_without_blocking_its_loop():
     async def receive(world):
         waiting = asyncio.create_task(world.subscriber.areceive(4))
-        await tasks_wait()  # the loop goes on
+        await tasks_wait()  # the loop continues
         world.publisher.faults.lose()
         world.publish(4)
         await waiting
@@ -695,7 +694,7 @@ def test_an_async_test_can_receive_without_blocking_its_loop():
 
 
 class Engine:
-    """A publisher whose replays are answered by tasks of the test's own loop: who blocks the loop gets no answer."""
+    """A publisher whose replays are answered by tasks of the test's own loop: a blocked loop gets no answer."""
 
     def __init__(self, context):
         with KvPublisher("vllm-0.33", replay=False) as publisher:
@@ -718,7 +717,7 @@ class Engine:
             self.reached.set()
 
     async def applied(self, events):
-        """Wait until so many events have arrived; there were fewer before."""
+        """Wait until `count` events have arrived; there were fewer before."""
         assert len(self.events) < events
         self.wanted = events
         await self.reached.wait()
@@ -727,7 +726,7 @@ class Engine:
         self.pub.send_multipart([b"", number.to_bytes(8, "big"), self.payloads[number]])
 
     async def asks(self):
-        """Wait for a replay to be asked for."""
+        """Wait for a request of a replay."""
         while not self.router.poll(0):
             await readable(1, self.router)
         identity, _, start = self.router.recv_multipart()
@@ -898,7 +897,7 @@ def test_subscriber_options_of_the_wrong_type_leave_no_socket_open(option, messa
     with pytest.raises(TypeError) as caught:
         KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", context=context, **option)
     assert str(caught.value) == message
-    context.term()  # it would wait for a socket that is open
+    context.term()  # it would wait for an open socket
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "x", None, True])

@@ -1,4 +1,4 @@
-"""Batches of bytes without a socket: what an engine writes a step, and what it cannot write."""
+"""Batches of bytes without a socket: what an engine writes per step, and what it cannot write."""
 
 import pytest
 

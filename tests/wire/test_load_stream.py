@@ -1,4 +1,4 @@
-"""SGLang's load stream: what readers make of its messages, and what a server refuses of its ports."""
+"""SGLang's load stream: how readers decode its messages, and which ports a server refuses."""
 
 import msgspec
 import pytest

@@ -1,4 +1,4 @@
-"""The reader that says what is wrong with a payload reads all of msgpack that msgspec writes, to the byte."""
+"""The careful reader, which reports defects of payloads, reads all msgpack that msgspec writes, to the byte."""
 
 import struct
 

@@ -1,7 +1,7 @@
-"""Many rounds of sockets on a busy machine: publishers, subscribers, a gap, a replay, and everything closed. None may
-fail.
+"""Many rounds of sockets on a busy machine: publishers, subscribers, a gap, a replay, and everything closed. No round
+may fail.
 
-And the proof that this is no luck: a plain PUB that does not wait loses batches in the same place.
+A counter-test shows that this is not luck: a plain PUB that does not wait loses batches in the same place.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ BUSY = 3
 
 @contextlib.contextmanager
 def busy_machine():
-    """Beside the test, three programs that do nothing, as fast as they can."""
+    """Run three busy loops in other processes during the test."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY)]
     try:
         yield
@@ -34,12 +34,12 @@ def busy_machine():
 
 
 def open_now():
-    """Descriptors and threads of this process."""
+    """Return the descriptors and threads of this process."""
     return len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
 
 
 def round_of_sockets():
-    """Three publishers and three subscribers: a gap in each stream, a replay that brings it, an end."""
+    """Three publishers and three subscribers: a gap in each stream, a replay that fills it, an end."""
     blocks = [[], [], []]
     with contextlib.ExitStack() as stack:
         publishers = [stack.enter_context(KvPublisher("vllm-0.33", hwm=100)) for _ in blocks]
@@ -101,7 +101,7 @@ def test_a_publisher_that_waits_for_its_subscriber_loses_no_message():
 def test_close_leaves_no_descriptor_thread_socket_or_file(transport):
     KvPublisher("vllm-0.33").close()
     before = open_now()
-    publisher = KvPublisher("vllm-0.33", endpoint=transport, ranks=1 if transport == "ipc" else 2)  # as engines
+    publisher = KvPublisher("vllm-0.33", endpoint=transport, ranks=1 if transport == "ipc" else 2)  # as engines have
     subscriber = KvSubscriber(
         publisher.endpoints,
         print,
@@ -112,7 +112,7 @@ def test_close_leaves_no_descriptor_thread_socket_or_file(transport):
     publisher.wait_subscribed()
     assert before < open_now()
     subscriber.catch_up()
-    if transport != "inproc":  # there the publisher's context is closed with all that uses it
+    if transport != "inproc":  # over inproc the publisher's context is closed with all its users
         subscriber.close()
     publisher.close()
     subscriber.close()
@@ -133,4 +133,4 @@ def test_a_context_given_by_the_user_stays_open():
     context = zmq.Context()
     KvPublisher("vllm-0.33", context=context).close()
     assert not context.closed
-    context.term()  # it would wait for a socket that is open
+    context.term()  # it would wait for an open socket

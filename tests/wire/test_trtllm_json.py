@@ -1,4 +1,4 @@
-"""TensorRT-LLM's JSON form: the recordings in it and back, what a reader leaves out, and what has no form."""
+"""TensorRT-LLM's JSON form: round trips of the recordings, omitted fields, and values without a form."""
 
 import json
 
@@ -33,7 +33,7 @@ def read(*rows):
 
 
 def changed(row, path, value):
-    """A copy of a row with one value changed; a value of Ellipsis takes it away."""
+    """A copy of a row with one value changed; Ellipsis deletes the value."""
     row = json.loads(json.dumps(row))
     at = row
     for key in path[:-1]:
@@ -46,7 +46,7 @@ def changed(row, path, value):
 
 
 def plain(event):
-    """An event without what no wire has."""
+    """Return an event without the fields that no wire has."""
     extra = {name: value for name, value in event.extra.items() if name not in ("silently_gone", "tokens_per_block")}
     token_ids = None if event.token_ids is None else [tuple(tokens) for tokens in event.token_ids]
     return event, token_ids, extra

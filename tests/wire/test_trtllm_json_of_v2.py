@@ -1,4 +1,4 @@
-"""TensorRT-LLM's JSON of V2: what is written is read back, and digests that are none are found."""
+"""TensorRT-LLM's JSON of V2: written events are read back, and invalid digests are found."""
 
 import json
 
@@ -14,7 +14,7 @@ ALGOS = ("v1_block_key", "v2_sha256", "v2_sha256_64")
 
 
 def events_of(algo):
-    """Events of every kind, of two layer groups."""
+    """Return events of every kind in two layer groups."""
     sink = CapturingSink()
     manager = V2Manager(
         num_blocks=[6, 6],

@@ -1,4 +1,4 @@
-"""Faults of the wire, batch by batch: what is sent, what a replay has, and what is noted as injected."""
+"""Faults of the wire, batch by batch: the sent batches, the batches of a replay, and the recorded injections."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ def check_rank(rank):
 
 
 class Publisher:
-    """What is left of one: it numbers batches, and takes what the faults make of them."""
+    """A minimal publisher: it numbers batches, and records the results of the faults."""
 
     def __init__(self, dialect="vllm-0.33"):
         self.faults = WireFaults(DIALECTS[dialect], self.restart, check_rank)
@@ -35,7 +35,7 @@ class Publisher:
         return self.faults.strike(rank, batch)
 
     def numbers_of(self, count, rank=0):
-        """Of so many batches: the numbers that are sent for each, and the number that is kept."""
+        """Return for each of `count` batches the sent numbers and the kept number."""
         found = []
         for _ in range(count):
             number, outcome = self.numbers[rank], self.publish(rank)
@@ -52,7 +52,7 @@ def publisher():
     return Publisher()
 
 
-# How a fault is asked for; what is sent and kept of the next batches; how many were injected.
+# The request of a fault; the sent and kept numbers of the next batches; the number of injections.
 FAULTS = {
     "lose": (lambda faults: faults.lose(), [([], 0), ([1], 1)], 1),
     "lose two": (lambda faults: faults.lose(2), [([], 0), ([], 1), ([2], 2)], 2),

@@ -1,4 +1,4 @@
-"""What a pool with a sink publishes, and how it is judged."""
+"""The events of a pool with a sink, and their verdicts."""
 
 import logging
 
@@ -63,7 +63,7 @@ LATER = chain(1, 200, parent=7)
         ([*A], [[*A]]),
         ([*A, *B], [[*A], [*B]]),
         ([A[0], B[0], A[1], B[1], A[2]], [[*A], [*B]]),
-        ([A[2], A[1], A[0]], [[*A]]),  # parents first, in whichever order they are registered
+        ([A[2], A[1], A[0]], [[*A]]),  # parents first, whatever the order of registration
         ([A[0], FORK[0], A[1], FORK[1]], [[A[0], FORK[0]], [A[1]], [FORK[1]]]),
         ([*LATER, *B], [[*LATER], [*B]]),
         ([A[0], A[2]], [[A[0]], [A[2]]]),
@@ -152,7 +152,7 @@ def test_an_eviction_is_complete_when_an_allocation_raises_the_sink_error():
     with pytest.raises(OSError, match=r"^event 0$"):
         pool.allocate_blocks_blocking(2)
     assert [Removed((each.sequence_hash,)) for each in contents] == data(sink)
-    assert pool.flush() == 2  # nobody got the blocks
+    assert pool.flush() == 2  # the caller did not get the blocks
 
 
 def test_all_copies_of_a_flush_are_made_before_it_raises_the_sink_error():
@@ -168,7 +168,7 @@ def test_all_copies_of_a_flush_are_made_before_it_raises_the_sink_error():
     manager._publisher.sink = sink
     with pytest.raises(OSError, match=r"^event 0$"):
         manager.flush()
-    kinds = ["Removed", "Stored", "Removed", "Stored"]  # each copy evicts one
+    kinds = ["Removed", "Stored", "Removed", "Stored"]  # each copy evicts a block
     assert kinds == [type(each).__name__ for each in data(sink)]
     assert hashes(contents[2:]) == manager.host().registered_hashes()
 
@@ -211,7 +211,7 @@ def traffic(manager):
     device = manager.device()
     long, other = chain(6), chain(4, 1000)
     cache(device, long)
-    cache(device, other)  # of 8 blocks; the first two of the long chain go
+    cache(device, other)  # of 8 blocks; evicts the first two of the long chain
     cache(device, long[:2])
     cache(manager.host(), long)
     with device.match_sequence_hashes_blocking(hashes(other)):
@@ -225,7 +225,7 @@ def kv():
 
 
 def make_sink(kv, device=8, host=16):
-    """A sink for these managers: parents may be evicted first."""
+    """Make a sink for these managers; parents may be evicted first."""
     return kv.make_sink(chained=True, prefix_closed=False, num_blocks=device, tier_blocks={"host": host})
 
 

@@ -1,5 +1,5 @@
-"""The fixtures `kv_block_manager`, `make_kv_block_manager` and `kv_fabric`: sizes, what is judged, and what they
-cost others.
+"""The fixtures `kv_block_manager`, `make_kv_block_manager` and `kv_fabric`: sizes, verdicts, and their cost
+for other tests.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import pytest_kvmock.contrib.block_manager.managers  # noqa: F401 - stays loaded, so that a class is the same one in every run
+import pytest_kvmock.contrib.block_manager.managers  # noqa: F401 - stays loaded, so that all runs have the same class
 
 CACHE = """
     from pytest_kvmock.contrib.block_manager import token_blocks

@@ -1,4 +1,4 @@
-"""Block sets and descriptor lists: what they say, their bytes, and every refusal of an import."""
+"""Block sets and descriptor lists: their contents, their bytes, and every refusal of an import."""
 
 from dataclasses import replace
 
@@ -258,7 +258,7 @@ def test_a_block_set_can_be_imported_as_an_object_or_as_bytes():
             SET,
             "NIXL agent not initialized: the manager of worker 1 was made with nixl=disabled",
         ),
-        # as the original: its own set is found before that there is no agent
+        # as in Dynamo: its own set is detected before the missing agent
         (
             {"nixl": "disabled"},
             replace(SET, worker_id=1),
@@ -427,7 +427,7 @@ def test_bytes_of_an_empty_list_are_refused():
             BlockDescriptorList(7, 2, "mutable", (7, 8), (0, 0)),
             "block index out of bounds: 8 >= 8, in set 2 of worker 7",
         ),
-        # one's own blocks are not remote
+        # the worker's own blocks are not remote
         (
             BlockDescriptorList(1, 1, "mutable", (0,), (0,)),
             "No remote blockset found for worker 1 and block_set_idx 1",

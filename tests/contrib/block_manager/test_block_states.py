@@ -1,4 +1,4 @@
-"""The four states of a block, their steps, and what a block holds in each."""
+"""The four states of a block, their transitions, and the contents of a block in each."""
 
 import copy
 import gc
@@ -405,7 +405,7 @@ def test_a_slice_of_a_block_list_is_a_plain_list_of_the_same_handles(kind):
     assert (list, True) == (type(part), part[0] is blocks[0])
     for plain in (blocks + part, blocks * 2, blocks.copy()):
         assert list is type(plain)
-    with pytest.raises(TypeError), part:  # it owns nothing, so there is nothing to close at the end
+    with pytest.raises(TypeError), part:  # it owns no blocks, so it cannot be closed at the end
         pass
     del part, plain
     assert (pool.flush(), pool.counts.active) == (0, 3)
@@ -473,20 +473,20 @@ def test_the_generation_of_a_block_increases_when_it_loses_its_content():
 
     with pool.allocate_blocks_blocking(1) as (handle,):
         handle.apply_token_block(CONTENT)
-        handle.reset()  # the owner may do that
+        handle.reset()  # the owner may reset it
         note()
-    note()  # given back unregistered
+    note()  # returned unregistered
     pool.flush()
     register(pool, [CONTENT]).close()
     pool.flush()
     pool.match_sequence_hashes_blocking([CONTENT.sequence_hash]).close()
     pool.flush()
-    note()  # still what was registered
+    note()  # still the registered contents
     with pool.allocate_blocks_blocking(1):
         note()  # evicted
     pool.flush()
     pair = make_pool(2)
-    held = register(pair, [CONTENT, CONTENT])  # the second copy is given back
+    held = register(pair, [CONTENT, CONTENT])  # the second copy is returned
     generations += [pair.block(0).generation, pair.block(1).generation]
     held.close()
     assert generations == [0, 1, 1, 2, 0, 1]

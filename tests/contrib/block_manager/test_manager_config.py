@@ -1,4 +1,4 @@
-"""The configuration of a block manager, and what it refuses."""
+"""The configuration of a block manager, and refused values."""
 
 import pytest
 from block_helpers import MODEL, device_layout, host_layout

@@ -73,7 +73,7 @@ def test_offload_copies_the_highest_priority_first_and_drops_copies_without_room
             manager.offload(block, priority)
         assert Flushed(0, 2, 0, 0, 1) == manager.flush()
         assert hashes([ROOTS[number] for number in copied]) == manager.host().registered_hashes()
-        # The request that had no room is not tried again.
+        # The request without room is not retried.
         assert Flushed(0, 0, 0, 0, 0) == manager.flush()
 
 
@@ -84,7 +84,7 @@ def test_blocks_already_on_the_host_or_evicted_from_the_device_are_not_copied():
         for block in held:
             manager.offload(block)
     manager.device().flush()
-    with manager.device().allocate_blocks_blocking(1):  # evicts the first
+    with manager.device().allocate_blocks_blocking(1):  # evicts the first block
         assert Flushed(0, 1, 1, 0, 0) == manager.flush()
     with manager.device().match_sequence_hashes_blocking(hashes(ROOTS[1:2])) as (again,):
         manager.offload(again)

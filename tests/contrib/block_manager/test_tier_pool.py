@@ -90,7 +90,7 @@ def test_free_blocks_are_allocated_before_any_block_is_evicted():
 
 
 def evicted_in_order(pool, contents):
-    """Allocate block by block, and name which of the contents is matched no more."""
+    """Allocate block by block, and return the contents that are no longer matched, in order."""
     left, order, held = {content.sequence_hash: number for number, content in enumerate(contents)}, [], []
     while pool.available_blocks:
         held += pool.allocate_blocks_blocking(1)
@@ -188,7 +188,7 @@ def test_an_unregistered_block_loses_its_priority_when_it_is_returned():
 
 
 def test_a_reset_block_keeps_its_priority_in_the_pool():
-    # The original resets what holds something when it is returned, and a Reset block holds nothing.
+    # Dynamo resets a block with contents on its return; a Reset block has none.
     pool = make_pool(1)
     with pool.allocate_blocks_blocking(1) as (block,):
         block.metadata.priority = 7
@@ -251,7 +251,7 @@ def test_a_match_waits_for_a_block_that_is_being_returned():
     contents = [TokenBlock([number] * 4) for number in range(3)]
     register(pool, contents).close()
     (found,) = pool.match_sequence_hashes_blocking([contents[1].sequence_hash])
-    # What was returned before it is in the pool, what was returned after it is not yet.
+    # Blocks returned before it are in the pool; blocks returned after it are not yet.
     assert (1, PoolCounts(3, 0, 1, 1, 1)) == (found.block_idx, pool.counts)
     assert found.metadata.returned_tick == 0
     (again,) = pool.match_sequence_hashes_blocking([contents[2].sequence_hash])
@@ -388,8 +388,8 @@ def test_a_closed_manager_refuses_every_request(stop, request_name):
         f"Progress engine shutdown: {request_name} on the device pool of worker 1337, whose manager was closed or its "
         "cancellation token cancelled"
     )
-    held.close()  # to no effect
-    manager.close()  # nor this
+    held.close()  # without effect
+    manager.close()  # also without effect
 
 
 @pytest.mark.parametrize("is_child", [False, True])
@@ -409,7 +409,7 @@ def test_a_manager_cannot_be_created_with_a_cancelled_token(is_child):
 
 
 def test_managers_that_share_a_token_are_closed_together():
-    # As in 0.2.1, where the manager owns the token of its configuration, and cancels it when it is dropped.
+    # As in 0.2.1, whose manager owns the token of its configuration, and cancels it when it is dropped.
     first = make_manager(1)
     token = first.config.runtime.cancellation_token
     second, third = make_manager(2, cancellation_token=token), make_manager(3)
@@ -463,7 +463,7 @@ def test_an_invalid_sequence_hash_is_refused_and_not_treated_as_a_miss(request_n
     pool = make_pool(4)
     contents = chain(3)
     cache(pool, contents)
-    pool.match_sequence_hashes_blocking(hashes(contents[:1])).close()  # returning, and to stay so
+    pool.match_sequence_hashes_blocking(hashes(contents[:1])).close()  # it is returning, and must stay so
     before = pool.counts, [pool.block(index).returned_tick for index in range(4)]
     with pytest.raises(ValueError) as error:
         getattr(pool, f"{request_name}_blocking")([*hashes(contents[:2]), wrong])
@@ -480,7 +480,7 @@ def test_hashes_behind_the_matched_run_are_not_checked():
 
 @pytest.mark.parametrize("moment", range(8))
 def test_a_handle_collected_during_a_flush_does_not_lose_its_block(moment):
-    """The garbage collector drops handles of reference cycles at any moment, within `flush()` too."""
+    """The garbage collector drops handles of reference cycles at any moment, also within `flush()`."""
     pool = make_pool(4)
     dropped = [pool.allocate_blocks_blocking(2)]
     pool.allocate_blocks_blocking(2).close()

@@ -1,4 +1,4 @@
-"""Puts and gets between managers of one fabric: what travels, what is refused, and that a refusal changes nothing."""
+"""Puts and gets between managers of one fabric: transferred payloads, and refusals, which change nothing."""
 
 import asyncio
 
@@ -42,14 +42,14 @@ def fabric():
 
 @pytest.fixture
 def managers(fabric):
-    """Workers 0, 1 and 2, each with the block sets of the others."""
+    """Return workers 0, 1 and 2, each with the block sets of the others."""
     made = [manager_in(fabric, worker_id) for worker_id in range(3)]
     fabric.exchange_blocksets()
     return made
 
 
 def host_blocks(manager, count=2, payload=b""):
-    """Mutable blocks of the host; those with a payload each have one of their own."""
+    """Return mutable blocks of the host; with `payload`, each has its own."""
     blocks = manager.host().allocate_blocks_blocking(count)
     for number, block in enumerate(blocks):
         block.payload = payload + bytes([number]) if payload else b""
@@ -159,7 +159,7 @@ def test_a_transfer_request_keeps_copies_of_its_lists(managers):
     request = TransferRequestPut(iter(sources), iter(destinations))
     sources.clear()
     destinations.pop()
-    mine[0].payload = b"later"  # what is in the blocks is that of the moment at which it is executed
+    mine[0].payload = b"later"  # the request transfers the payloads at the time of its execution
     request.execute()
     assert payloads(theirs) == [b"later", b"kv\1"]
 
@@ -347,7 +347,7 @@ def test_a_descriptor_of_a_returned_block_is_stale(fabric, managers):
         "(generation 1, not 0)"
     )
     assert (raised.value.worker_id, raised.value.block_set_idx, raised.value.block_idx) == (1, 1, 1)
-    assert (theirs[0].payload, fabric.transfers) == (b"", [])  # nor was the other one written
+    assert (theirs[0].payload, fabric.transfers) == (b"", [])  # the other block was not written either
 
 
 def test_a_descriptor_of_a_block_with_a_new_owner_is_stale(managers):
@@ -512,7 +512,7 @@ def test_block_sets_imported_before_a_restart_do_not_reach_the_restarted_worker(
         TransferRequestPut(host_blocks(managers[0], 1, b"kv"), blocks).execute()
     assert payloads(owned) == [b""]
     newcomer = manager_in(fabric, 3)
-    fabric.exchange_blocksets()  # what is imported already stays, as the original cannot update it
+    fabric.exchange_blocksets()  # already imported sets stay, because Dynamo cannot update them
     TransferRequestPut(host_blocks(newcomer, 1, b"kv"), remote(newcomer, owned)).execute()
     assert payloads(owned) == [b"kv\0"]
 

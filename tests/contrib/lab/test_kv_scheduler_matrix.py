@@ -1,4 +1,4 @@
-"""`kv_engine`, `kv_harness.engine`, `kvmock(engine={...})` and the scheduler matrix, as a user's tests have them."""
+"""`kv_engine`, `kv_harness.engine`, `kvmock(engine={...})` and the scheduler matrix, as in a user's tests."""
 
 from __future__ import annotations
 

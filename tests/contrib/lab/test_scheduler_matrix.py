@@ -1,4 +1,4 @@
-"""The scheduler matrix on our own engines, and the tests that stand beside it in Dynamo."""
+"""The scheduler matrix on our engines, and the tests that accompany it in Dynamo."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pytest_kvmock.contrib.lab.scheduler_cases import SchedulerCase, make_schedu
 from pytest_kvmock.engines import MockEngineArgs
 
 ENGINES_OWN = ("wrong_hash", "evicted_and_restored")
-"""Warnings of what multi_lru does, which may evict a block before its children."""
+"""The warnings caused by multi_lru, which may evict a block before its children."""
 
 COUNT = 200 if DEEP else 80
-"""Of the requests of a case: 80 are more than fit in the cache. examples/scheduler_matrix serves all in any run."""
+"""The number of served requests of a case: 80 do not fit in the cache. examples/scheduler_matrix serves all of them."""
 
 
 @pytest.mark.kv_scheduler_matrix
@@ -31,7 +31,7 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
     assert metrics.total_blocks == 500
     assert kv_engine.is_idle
     kv_harness.assert_no_event_errors()
-    # Where nothing is published, what the manager would publish is judged all the same.
+    # Without publishing, the events that the manager would publish are still judged.
     judged = kv_harness.inside.streams[0, 0].events
     assert {Stored, Removed} == {type(event.event.data) for event in judged}
     reused = sum(request.cached_tokens for request in report.requests)
@@ -39,7 +39,7 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
         assert reused == 0
         assert kv_harness.overlap(kv_scheduler_requests[-1].prompt) == {}
     else:
-        assert (reused > COUNT // 2 * 448) == kv_scheduler_case.shared  # of 500 shared tokens, 7 blocks
+        assert (reused > COUNT // 2 * 448) == kv_scheduler_case.shared  # 7 blocks of the 500 shared tokens
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,7 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
         ("hash_cache", {Stored, Removed}),
         ("vllm", set()),
         ("vllm_0_19", set()),
-        ("sglang", {Cleared}),  # as its cache starts
+        ("sglang", {Cleared}),  # when its cache starts
         ("mocker_sglang_1_6", set()),
     ],
 )
@@ -141,9 +141,9 @@ def test_a_closed_engine_frees_all_blocks(kv_engine, kv_harness, passes):
     assert [request.status for request in requests] == ["aborted"] * 5
     assert kv_engine.worker.requests == []
     assert kv_engine.is_idle
-    kv_engine.close()  # once more does nothing
+    kv_engine.close()  # a second close has no effect
 
-    again = kv_engine.submit(range(20), 2)  # the worker is still there, and what is full is still cached
+    again = kv_engine.submit(range(20), 2)  # the worker still exists, and full blocks are still cached
     kv_engine.run()
     assert again.status == "finished"
     assert (20 if passes else 0) == again.cached_tokens

@@ -1,4 +1,4 @@
-"""Many replays: all combinations of traces, backends and routers, here and in other processes."""
+"""Many replays: all combinations of traces, backends and routers, in this and in other processes."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ SMALL = list(synthetic_trace(12, seed=1, input_tokens=(100, 900), output_tokens=
 
 
 class Wants:
-    """A router that cannot be made without an argument."""
+    """A router that cannot be created without an argument."""
 
     def __init__(self, size):
         self.size = size
@@ -38,14 +38,14 @@ class Breaks(RoundRobin):
 
 
 class Forgets(RoundRobin):
-    """Believes that nothing is open anywhere."""
+    """A router that assumes no open requests at any worker."""
 
     def loads(self):
         return {}
 
 
 class Interrupts(RoundRobin):
-    """As somebody who presses Ctrl-C at the fifth request."""
+    """Interrupt the run like Ctrl-C at the fifth request."""
 
     def pick(self, request, candidates):
         if request.number == 4:
@@ -54,7 +54,7 @@ class Interrupts(RoundRobin):
 
 
 class InterruptsParent(RoundRobin):
-    """Likewise, from a process of a pool; it would never end by itself."""
+    """Interrupt the parent from a process of a pool, which would not end otherwise."""
 
     def pick(self, request, candidates):
         os.kill(os.getppid(), signal.SIGINT)
@@ -63,7 +63,7 @@ class InterruptsParent(RoundRobin):
 
 @pytest.fixture
 def trace(tmp_path):
-    """A trace as a file."""
+    """Return the path of a trace file."""
     fields = ("timestamp", "input_length", "output_length", "hash_ids", "session_id", "delay")
     path = tmp_path / "small.jsonl"
     path.write_text("".join(json.dumps({name: getattr(each, name) for name in fields}) + "\n" for each in SMALL))
@@ -190,7 +190,7 @@ def test_the_page_of_each_run_compares_it_with_all_other_runs(trace, tmp_path, c
     routers, before = "round_robin,most_cached", tmp_path / "one.json"
     assert replay(trace, "--router", routers, "--html", tmp_path / "all.html", "--compare", before) == 0
     found = {name: [each["name"] for each in page["reports"]] for name, page in pages(tmp_path).items()}
-    turns, cached = "round_robin", "most_cached"  # what differs
+    turns, cached = "round_robin", "most_cached"  # the different parts of the names
     assert found == {"all.html": [turns, "before", cached], "all-2.html": [cached, turns]}
 
 
@@ -260,7 +260,7 @@ def test_ctrl_c_ends_the_processes_of_a_pool(trace):
     routers = f"{__name__}:InterruptsParent,round_robin"
     command = [sys.executable, "-m", "pytest_kvmock", "replay", trace, "--backend", "lineage", "--router", routers]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    # Of what is started in the background Ctrl-C is ignored, and that is inherited.
+    # Processes that are started in the background ignore Ctrl-C, and children inherit this.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     ended = subprocess.run(
         [*command, "--jobs", "2"],
@@ -277,7 +277,7 @@ def test_ctrl_c_ends_the_processes_of_a_pool(trace):
 
 
 class Told(RoundRobin):
-    """Notes what it is told, and how often Python looks for cycles."""
+    """Record the workers of each notification, and the threshold of Python's garbage collector."""
 
     calls: ClassVar = []
 

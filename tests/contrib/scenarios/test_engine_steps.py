@@ -1,4 +1,4 @@
-"""Scenarios whose workers are driven by engines in virtual time: what they do, expect, and refuse."""
+"""Scenarios whose workers are driven by engines in virtual time: steps, expectations and refusals."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A scenario stops at the first line that is not so, and says what is."""
+"""A scenario stops at the first line whose expectation fails, and reports the actual value."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def test_a_warning_of_a_scenario_event_is_not_attributed_to_the_engine(tmp_path)
     path = tmp_path / "x.kv.yaml"
     path.write_text("steps: [{event: {stored: [1]}}, {event: {stored: [1]}}, {event: {removed: [1]}}]")
     (scenario,) = load_scenarios(path)
-    harness = RouterHarness(PROFILE, "multi_lru")  # which gives this warning by itself, too
+    harness = RouterHarness(PROFILE, "multi_lru")  # which also causes this warning without a fault
     harness.worker(0)
     play(harness, scenario, allow=["duplicate_store"])
     (warning,) = [each for each in harness.events.warnings if each.rule == "evicted_and_restored"]

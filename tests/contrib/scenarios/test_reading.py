@@ -1,4 +1,4 @@
-"""Scenario files that are wrong: one error each, which says where and what is allowed."""
+"""Invalid scenario files: one error each, which names the place and the allowed values."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ def test_fields_of_a_scenario_override_those_of_the_file(tmp_path):
         b.backends,
         b.allow,
     ) == ("big", {"num_blocks": 5, "block_size": 8}, ("lineage",), ("wrong_hash", "sink_failure"))
-    assert (c.base, c.profile) == ("small", {})  # another base, so that what the file lays over its own is not meant
+    assert (c.base, c.profile) == ("small", {})  # another base, so that the overrides of the file do not apply
 
 
 def test_numbers_can_be_single_values_ranges_or_nested_lists(tmp_path):

@@ -1,4 +1,4 @@
-"""Scenario files as tests: which are collected, over which backends, and what a failure looks like."""
+"""Scenario files as tests: collected files, their backends, and failure reports."""
 
 from __future__ import annotations
 

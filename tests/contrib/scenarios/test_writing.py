@@ -1,4 +1,4 @@
-"""A reproduction that is written as a scenario file breaks the same rule when it is played."""
+"""A reproduction in a scenario file violates the same rule when it is played."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Forgets:
 
 
 class NamesOneTwice:
-    """Between manager and sink: of two that are evicted at once, the first is named twice."""
+    """A filter between manager and sink: of two blocks evicted at once, it removes the first twice."""
 
     def __init__(self, sink):
         self.sink = sink

@@ -1,5 +1,5 @@
-"""Vectors of hybrid models: readers with nothing but json and msgpack are right between the two answers, and naive
-ones are not.
+"""Vectors of hybrid models: readers with only json and msgpack answer between the two bounds, and naive ones do
+not.
 """
 
 import json
@@ -49,18 +49,18 @@ def about(home):
 
 FOUND_IN = {
     OneMap: "full_first",
-    AnyGroup: "full_first",  # elsewhere what a sparse group holds is evicted before the attention group's
+    AnyGroup: "full_first",  # elsewhere the blocks of a sparse group are evicted before those of the attention group
     MinimumOverGroups: "vllm_qwen3_next",
     DividesTheSpanByItsHashes: "full_first",  # elsewhere the attention group corrects it at once
     LooksUpParentsAcrossGroups: "vllm_qwen3_next",
     TakesGroupZero: "vllm_gpt_oss",
     RemovesOfAnyGroup: "vllm_gpt_oss",
-    TakesTailsForBlocks: "vllm_kimi_k3",  # the others have none
+    TakesTailsForBlocks: "vllm_kimi_k3",  # the others have no tails
 }
 
 
 def wrong_answers(home, about, kind, *, exactly=False):
-    """How many answers of a reader are not between the two that stand in the vectors, or not the lower one."""
+    """Return how many answers of a reader are not between the bounds in the vectors; `exactly`: not the lower one."""
     workers = {worker: kind(about) for worker in ("0", "1")}
     queries, wrong = defaultdict(list), 0
     for query in lines(home / "queries.jsonl"):
@@ -81,7 +81,7 @@ def wrong_answers(home, about, kind, *, exactly=False):
 def test_correct_indexes_answer_all_hybrid_vectors(home, about, name):
     assert wrong_answers(home / name, about[name], Dense) == 0
     assert wrong_answers(home / name, about[name], Exact, exactly=True) == 0
-    assert wrong_answers(home / name, about[name], Dense, exactly=True)  # it answers what is held
+    assert wrong_answers(home / name, about[name], Dense, exactly=True)  # it answers with the held blocks
 
 
 @pytest.mark.parametrize("naive", NAIVE)

@@ -1,4 +1,4 @@
-"""Vectors: a reader that knows the files alone gets the answers that are in them."""
+"""Vectors: a reader that uses only the files computes the answers in them."""
 
 import json
 from collections import Counter
@@ -33,14 +33,14 @@ def about_of(home, dialect):
 
 
 def batches_of(home, dialect):
-    """The batches in the order of `batches.jsonl`, cut out of the files by their places, as before there were ranks."""
+    """Return the batches in the order of `batches.jsonl`, cut out of the files by their offsets, as before ranks."""
     files = [(home / dialect / name).read_bytes() for name in about_of(home, dialect)["workers"]]
     for batch in lines(home / dialect / "batches.jsonl"):
         yield batch, files[batch["worker"]][batch["offset"] : batch["offset"] + batch["size"]]
 
 
 def batches_in(folder):
-    """The batches of any set, in the order of `batches.jsonl`."""
+    """Return the batches of any set in the order of `batches.jsonl`."""
     for batch in lines(folder / "batches.jsonl"):
         data = (folder / batch["file"]).read_bytes()
         yield batch, data[batch["offset"] : batch["offset"] + batch["size"]]
@@ -80,7 +80,7 @@ def test_a_reader_with_only_msgpack_gets_the_answers(vectors):
 
 
 def _assert_a_reader_of_msgpack_answers(home):
-    """As a Go or Rust test would do it: token ids and extra keys in, a table of copies, no code of this package."""
+    """Check answers as a Go or Rust test would: from token ids and extra keys, without code of this package."""
     held, queries = [{}, {}], lines(home / "queries.jsonl")
     for number, (batch, payload) in enumerate(batches_in(home), 1):
         blocks = held[batch["worker"]]
@@ -178,8 +178,8 @@ def test_vector_prompts_carry_the_keys_that_the_dialect_can_express(vectors, dia
             assert query["local_hashes"] == Prompt(query["tokens"], **keys).block_hashes(4)
 
 
-# The salt stands among the extra keys of vLLM without a mark, and no router that we know of reads it from there: an
-# index of Dynamo's hashes takes two tenants for one.
+# The salt is among vLLM's extra keys without a mark, and no known router reads it from there: an index of Dynamo's
+# hashes treats two tenants as one.
 READ_BY_DYNAMO = [name for name in VECTORS if KEYS.get(name.removesuffix("-bytes"), ALL_KEYS) != []]
 READ_BY_DYNAMO = [name for name in READ_BY_DYNAMO if not name.startswith("vllm-") or name.startswith("vllm-0.14")]
 
@@ -203,7 +203,7 @@ def test_the_reference_index_gives_the_answers_of_prompts_with_keys(vectors, dia
 
 
 def _assert_keys_matter(queries):
-    """Some tokens are there for one tenant and not for another, and some for one with keys."""
+    """Check that some tokens are cached for one tenant and not for another, and some only with keys."""
     answers = {}
     for query in queries:
         answers.setdefault((query["after"], *query["tokens"]), []).append((query["keys"], query["overlap"]))

@@ -1,4 +1,4 @@
-"""The command `vectors`, and what the command `check` says of what it wrote."""
+"""The command `vectors`, and the reports of the command `check` about its files."""
 
 import gc
 import re
@@ -24,7 +24,7 @@ def test_vectors_can_be_written_for_a_dialect_from_a_plugin_module(acme, tmp_pat
     capsys.readouterr()
     assert main(["dialects", "-p", acme]) == 0
     assert capsys.readouterr().out.splitlines()[-1].startswith("acme-1 ")
-    assert main(["check", str(home / "acme-1"), "--dialect", "acme-1"]) == 2  # nothing is left of it
+    assert main(["check", str(home / "acme-1"), "--dialect", "acme-1"]) == 2  # no files are left
     assert "unknown dialect 'acme-1'" in capsys.readouterr().err
 
 

@@ -12,7 +12,7 @@ from pytest_kvmock.fleets import replay, synthetic_trace
 from pytest_kvmock.fleets.clock.pair_handoff import FAULTS, PairLink
 
 MOONCAKE_WAIT_MS = 480_000
-"""`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: how long a decode engine waits for an offer."""
+"""`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: the time for which a decode engine waits for an offer."""
 
 
 def trace_of(requests, seed=0, **options):

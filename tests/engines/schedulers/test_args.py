@@ -49,7 +49,7 @@ DUMPED = """{
   "router_queue_policy": null,
   "sglang": null
 }"""
-"""What `MockEngineArgs().dump_json()` of Dynamo 1.2.1 returns."""
+"""The result of `MockEngineArgs().dump_json()` in Dynamo 1.2.1."""
 
 
 def refusal(call, *given, **options):

@@ -1,4 +1,4 @@
-"""What goes on with the event before it, in SGLang's queue, and what does not."""
+"""SGLang's event queue: which events are merged with the previous event."""
 
 import pytest
 

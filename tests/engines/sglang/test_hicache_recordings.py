@@ -1,4 +1,4 @@
-"""The recordings of SGLang 0.5.23's HiCache, step by step; and what an index and a ledger make of their events."""
+"""The recordings of SGLang 0.5.23's HiCache, step by step, and their events in an index and a ledger."""
 
 import gzip
 import json
@@ -48,7 +48,7 @@ def test_the_player_prints_differences_and_exits_with_1(recording, tmp_path, cap
 
 
 class Follower:
-    """Gives what a player publishes to a ledger and an index, and keeps by hand what each medium has."""
+    """Pass the events of a player to a ledger and an index, and record the contents of each medium independently."""
 
     def __init__(self, play):
         self.play, self.taken = play, 0
@@ -58,7 +58,7 @@ class Follower:
         self.held = {DEVICE: set(), HOST: set()}
 
     def take(self):
-        """Take the events that wait; returns what the ledger finds."""
+        """Take the pending events; returns the findings of the ledger."""
         problems = []
         for taken in self.play.manager.take_events():
             data, tier = taken.data, taken.tier

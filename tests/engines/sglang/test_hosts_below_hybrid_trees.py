@@ -1,5 +1,5 @@
-"""SGLang's HiCache below windows, states and pairs: the recordings, step by step, and what a router can make of the
-events.
+"""SGLang's HiCache below windows, states and pairs: the recordings, step by step, and what a router can conclude
+from the events.
 """
 
 from random import Random
@@ -49,7 +49,7 @@ def test_programs_give_the_recorded_answers_events_sizes_and_trees(recording, ki
 
 
 class Names:
-    """A sink that keeps what events say is in each tier, and how often a Removed named what was not there."""
+    """A sink that records the contents of each tier by the events, and counts each Removed of a missing block."""
 
     def __init__(self):
         self.tiers = {DEVICE: set(), HOST: set()}
@@ -64,7 +64,7 @@ class Names:
             names.difference_update(data.block_hashes)
 
     def promised(self, manager, prompt):
-        """Pages of a prompt that events promise on either tier, and those that full attention has there."""
+        """Return the pages of a prompt that events promise on either tier, and those that full attention has there."""
         request = manager.request(prompt, Random(0))
         names = request.tokens.names[: (len(prompt.tokens) - 1) // manager.block_size]
         there = self.tiers[DEVICE] | self.tiers[HOST]
@@ -159,11 +159,11 @@ def test_storage_holds_windows_and_states_only_where_a_prompt_can_be_resumed(mod
         kv.worker(0).storage.fill(tokens)
         longer = [*tokens, 7, 8]
         has_parts = model != "sglang_eagle"
-        pages = 12 if has_parts else 11  # of pairs
+        pages = 12 if has_parts else 11  # pages of pairs
         assert kv.reusable(longer, tier="storage") == {0: pages * size, 1: pages * size}
         assert kv.worker(1).serve(longer).cached_tokens == pages * size
         kv.worker(0).storage.lose(tokens, 10)
-        # With pages a hit loses the window or state that it ended with, and has no other.
+        # With pages a hit loses the window or state at its end, and has no other.
         assert kv.reusable(longer, tier="storage") == ({} if has_parts else {0: 10 * size})
         kv.assert_in_sync()
 

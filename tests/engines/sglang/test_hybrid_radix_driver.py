@@ -1,4 +1,4 @@
-"""Workers and engines over SGLang's cache of a hybrid model: what they ask for, hold and give back."""
+"""Workers and engines over SGLang's cache of a hybrid model: what they request, hold and free."""
 
 from random import Random
 
@@ -49,7 +49,7 @@ def test_a_hybrid_radix_driver_refuses_a_plain_radix_cache():
 
 def test_a_prompt_larger_than_the_window_pool_is_computed_in_chunks():
     worker = new_worker(window=4, window_ratio=0.25)
-    request = worker.prefill(range(60 * 4))  # 60 pages, with 16 of windows
+    request = worker.prefill(range(60 * 4))  # 60 pages, and 16 of windows
     assert worker.manager.num_active_blocks == 60
     request.finish()
     assert worker.cached_tokens(range(60 * 4)) == 59 * 4
@@ -59,7 +59,8 @@ def test_a_request_without_room_for_its_window_is_refused_and_holds_no_page():
     worker = new_worker(window=16, window_ratio=0.25)
     first = worker.prefill(range(12 * 4))
     before = worker.manager.window.free
-    with pytest.raises(OutOfBlocks, match=r"^60 blocks are needed and 52 are available"):  # 8 of windows lack
+    # 8 pages of windows are missing.
+    with pytest.raises(OutOfBlocks, match=r"^60 blocks are needed and 52 are available"):
         worker.prefill(range(1000, 1000 + 25 * 4))
     assert (before, 1) == (worker.manager.window.free, len(worker.manager.requests))
     assert is_complete(worker.manager)
@@ -104,7 +105,7 @@ def test_evictions_for_state_slots_are_published_before_the_stored_of_the_prefil
     worker.captured.take()
     request = worker.prefill([*[4] * 9, *[5] * 9])
     assert request.cached_tokens == 8
-    # One for the copy of the state that was found, two for spares, one for the state at the end of the prompt.
+    # One for the copy of the hit state, two spares, and one for the state at the end of the prompt.
     assert [(Removed, 2), (Removed, 4), (Removed, 2), (Stored, 2)] == [
         (type(event.data), len(event.data.block_hashes)) for event in worker.captured.take()
     ]
@@ -151,7 +152,7 @@ def test_any_requests_conserve_pages_window_pages_and_state_slots(geometry, num_
                 if (kind == "resume") == (request.status == "preempted"):
                     getattr(request, kind)(*([rng.randrange(1, 20)] if kind == "decode" else []))
         except OutOfBlocks:
-            pass  # and nothing has changed
+            pass  # the state is unchanged
         assert is_complete(worker.manager)
     for request in list(worker.requests):
         request.finish()

@@ -1,4 +1,4 @@
-"""SGLang's radix cache by hand: what is published and when, namespaces, requests, and what is refused."""
+"""SGLang's radix cache by hand: events and their times, namespaces, requests, and refused inputs."""
 
 import logging
 
@@ -166,7 +166,7 @@ def test_insertions_and_evictions_are_written_to_the_debug_log(caplog):
 def test_slru_evicts_the_oldest_node_with_fewer_hits_than_the_threshold(threshold, gone):
     manager = new(policy="slru", protected_threshold=threshold)
     names = {}
-    for page, hits in ((1, 3), (2, 2), (3, 4), (4, 1)):  # the first is the oldest
+    for page, hits in ((1, 3), (2, 2), (3, 4), (4, 1)):  # the first page is the oldest
         for _ in range(hits):
             manager.insert([page, page])
         names[expected_message(manager)[-1].block_hashes] = page
@@ -292,7 +292,7 @@ def test_a_cache_is_not_reset_while_requests_have_pages():
 
 @pytest.mark.parametrize(("policy", "left"), [("fifo", [3, 3]), ("filo", [1, 1])])
 def test_the_upper_half_of_a_split_node_keeps_the_age_of_the_node(policy, left):
-    """By the unified tree; in `RadixCache` the upper part is made by the split, and so the newest."""
+    """This is the unified tree; in `RadixCache` the split creates the upper part, which is therefore the newest."""
     manager = new(policy=policy)
     manager.insert([1, 1, 2, 2])
     manager.insert([3, 3])

@@ -1,4 +1,4 @@
-"""Workers that are SGLang: when they match, make room, publish and let go."""
+"""Workers of SGLang: when they match, make room, publish and free."""
 
 from dataclasses import replace
 from random import Random
@@ -43,7 +43,7 @@ def prompt(*numbers, tail=0):
 
 
 def message(worker):
-    """Kind and number of blocks of each event since the last time."""
+    """Return the kind and the number of blocks of each event since the last call."""
     return [(type(e.data), len(getattr(e.data, "block_hashes", ()))) for e in worker.captured.take()]
 
 
@@ -86,11 +86,11 @@ def test_a_decode_step_evicts_a_page_even_if_it_needs_none():
     worker.serve(prompt(1))
     request = worker.prefill(prompt(2))
     message(worker)
-    request.decode(1)  # it opens the last free page
+    request.decode(1)  # it allocates the last free page
     assert message(worker) == []
     request.decode(1)
     assert [(Removed, 1)] == message(worker)
-    request.decode(1)  # a page is free by now
+    request.decode(1)  # a page is free now
     assert message(worker) == []
 
 
@@ -142,7 +142,7 @@ def test_a_preempted_request_leaves_checkpointed_pages_cached_and_frees_the_rest
     request.preempt()
     assert (message(worker), worker.manager.num_active_blocks, worker.manager.num_inactive_blocks) == ([], 0, 2)
     request.resume()
-    assert ([(Stored, 1)], 2 * SIZE) == (message(worker), request.cached_tokens)  # its output is prefilled now
+    assert ([(Stored, 1)], 2 * SIZE) == (message(worker), request.cached_tokens)  # now its output is prefilled
     assert dict.fromkeys(request.blocks, 1) == worker.manager.active_blocks
 
 

@@ -1,4 +1,4 @@
-"""The radix cache under any calls: beside a plain model, and by what it must never do."""
+"""The radix cache under random calls: compared with a plain model, and checked for its invariants."""
 
 import gc
 from collections import Counter
@@ -36,7 +36,7 @@ calls = st.lists(
 
 
 def pages_of(tokens, namespace):
-    """Pages of the plain model: the first knows the namespace."""
+    """Return the pages of the plain model; the first contains the namespace."""
     pages = [tuple(tokens[at : at + SIZE]) for at in range(0, len(tokens) - SIZE + 1, SIZE)]
     return [(namespace, *page) if not i else page for i, page in enumerate(pages)]
 
@@ -49,7 +49,7 @@ def shape(node):
 
 
 class Both:
-    """A cache of ours, and the plain model of it."""
+    """Our cache and its plain model."""
 
     def __init__(self, policy):
         self.sink = CapturingSink()
@@ -193,7 +193,7 @@ def test_any_requests_conserve_pages_and_locks(steps, policy):
 
 
 def held(events):
-    """What a listener believes to be cached, copies counted."""
+    """Return the cached blocks in a listener's view, with the number of copies."""
     out = Counter()
     for event in events:
         data = event.data

@@ -1,4 +1,4 @@
-"""How SGLang names pages, worked by hand; its recordings have more (test_radix_recordings.py)."""
+"""SGLang's names of pages, computed by hand; test_radix_recordings.py compares more of them."""
 
 import struct
 from hashlib import sha256
@@ -36,7 +36,7 @@ def test_a_page_is_hashed_with_the_full_digest_of_the_previous_page():
     second = sha256(first + struct.pack("<4I", 5, 6, 7, 8)).digest()
     assert [first, second] == SglangHasher().digests([1, 2, 3, 4, 5, 6, 7, 8], 4, 0, None)
     assert [second] == SglangHasher().digests([5, 6, 7, 8], 4, 1, first)
-    assert [second] == SglangHasher(cache_salt="s").digests([5, 6, 7, 8], 4, 1, first)  # a salt begins a chain
+    assert [second] == SglangHasher(cache_salt="s").digests([5, 6, 7, 8], 4, 1, first)  # a salt starts a chain
 
 
 def test_a_page_with_a_token_beyond_32_bits_is_hashed_in_64_bit_words_after_a_marker():

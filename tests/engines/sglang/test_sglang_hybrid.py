@@ -1,4 +1,4 @@
-"""SGLang's cache of a hybrid model: what is promised and what can be used, models and their sizes, what is refused."""
+"""SGLang's cache of a hybrid model: promised and usable pages, models and their sizes, refused inputs."""
 
 import pytest
 
@@ -40,7 +40,7 @@ def events(worker):
 
 
 def promised_and_usable(worker, prompt):
-    """Tokens of a prompt, its last one aside, that full attention has; and that a request could use."""
+    """Return the tokens of a prompt, except its last, that full attention has, and those that a request can use."""
     request = worker._driver.open(worker.accept([*prompt, 0]), to_look=True)
     return worker.manager.promised(request) * SIZE, worker.manager.lookup(request) * SIZE
 
@@ -78,11 +78,11 @@ def test_states_lie_on_a_grid_and_output_is_cached_up_to_the_last_interval():
     worker = new_worker(states=24, state_grid=4, state_interval=8)
     request = worker.prefill([*A, 7, 8])
     assert [(Cleared, 0), (Stored, 6)] == events(worker)
-    request.decode(9)  # 35 tokens; the last state is that of 32
+    request.decode(9)  # 35 tokens; the last state is at token 32
     request.finish()
     assert [(Stored, 2)] == events(worker)
     assert promised_and_usable(worker, B) == (16, 0)
-    worker.serve(B)  # its state is put at the branch, and its own part is never published
+    worker.serve(B)  # its state is saved at the branch, and its own part is never published
     assert events(worker) == []
     assert promised_and_usable(worker, C) == (16, 16)
 

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23 with speculative decoding: recorded programs, step by step, and what follows from its server
+"""SGLang 0.5.23 with speculative decoding: recorded programs, step by step, and the effects of its server
 arguments.
 """
 

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's V1 manager by hand: what is refused, what stays as it was, and what the house adds to the
+"""TensorRT-LLM's V1 manager by hand: refused calls, unchanged state, and additions of this project to the
 recordings.
 """
 
@@ -33,7 +33,7 @@ def made(num_blocks=8, **options):
 
 
 def serve(manager, prompt, output=(0,)):
-    """A request from its start to its end; returns the tokens that were hit."""
+    """Serve a request from its start to its end; returns the hit tokens."""
     request = manager.new_request(prompt)
     hit = manager.add(request)
     manager.new_token(request, output[0])
@@ -75,7 +75,7 @@ def test_a_leaf_that_a_partial_match_takes_is_dropped_without_an_event():
     assert {*manager.announced()} == {ONE, TWO, PART, FULL}
     serve(manager, ONE_TO_TEN, (11, 12, 13))
     manager.flush()
-    # Which was hit exactly, and is taken all the same.
+    # It was an exact hit, and is taken nevertheless.
     assert sink.router_events[-1].extra["silently_gone"] == [PART]
     assert {*manager.announced()} == {ONE, TWO, PART, FULL}
     assert {*manager.resident()} == {ONE, TWO, FULL}
@@ -248,7 +248,7 @@ def test_a_prompt_of_hashes_and_an_empty_prompt_are_refused():
 
 def test_an_endless_eviction_is_reported_in_one_line():
     manager, _ = made(windows=[(8, 3, 0)], max_seq_len=64)
-    serve(manager, range(8), range(50, 56))  # at 12 tokens the first block leaves, and at 13 it comes again
+    serve(manager, range(8), range(50, 56))  # at 12 tokens the first block is dropped, and at 13 it is added again
     message = "TensorRT-LLM ends here: a request took back a block that had left its window of 8 tokens"
     with pytest.raises(RuntimeError, match=f"^{message}"):
         serve(manager, range(100, 112), (60,))

@@ -1,7 +1,7 @@
 """The recordings of TensorRT-LLM's V1 manager, step by step: answers, events, free blocks and the queues at the end.
 
-The data is a part of the recordings that `play_trtllm.py` plays whole: 17 random programs that have every kind of step
-together, and 21 by hand; and 24 chains of hashes.
+The data is a part of the recordings that `play_trtllm.py` plays: 17 random programs that together contain every kind of
+step, 21 programs by hand, and 24 chains of hashes.
 """
 
 import gzip

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's V2 manager by hand: the examples of its rules, what is refused, and what it says of itself."""
+"""TensorRT-LLM's V2 manager by hand: the examples of its rules, refused calls, and its state reports."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def made(num_blocks=8, **options):
 
 
 def begin(manager, prompt):
-    """A request whose prompt is computed; returns it, and the tokens that were hit."""
+    """Start a request and compute its prompt; returns it and the hit tokens."""
     request = manager.new_request(prompt)
     hit, is_resumed = manager.prepare_context(request)
     assert is_resumed
@@ -28,14 +28,14 @@ def begin(manager, prompt):
 
 
 def serve(manager, prompt):
-    """A request from its start to its end; returns the tokens that were hit."""
+    """Serve a request from its start to its end; returns the hit tokens."""
     request, hit = begin(manager, prompt)
     manager.close(request)
     return hit
 
 
 def data(manager, sink):
-    """What came out since."""
+    """Return the event data since the last call."""
     sink.take()
     manager.flush()
     return [event.data for event in sink.events]
@@ -74,7 +74,7 @@ def test_evicted_pages_move_to_the_host_and_are_loaded_back():
     assert {each.block_hash for each in fallen} == {*manager.resident(StorageTier.HOST_PINNED)}
     assert serve(manager, [*range(1, 18)]) == 16
     gone, *moved, tail = data(manager, sink)
-    assert tail.block_hashes == (3646255374819992052,)  # its last token, anew
+    assert tail.block_hashes == (3646255374819992052,)  # its last token is computed again
     assert gone.block_hashes == (3646255374819992052, 5503380140038869326, 14139067582760148978)
     assert [each.levels for each in moved] == [(0, 1), (1, 0), (1, 0), (1, 0), (0, 1)]
     assert manager.tier_sizes == {StorageTier.DEVICE: 6, StorageTier.HOST_PINNED: 4}
@@ -204,7 +204,7 @@ def test_an_invalid_option_is_refused(options, message):
 
 
 def test_a_page_in_use_has_no_name_after_its_block_left_the_tree():
-    """Both windows have passed block 0; the other prompt evicts its page of the first, and with it the block leaves."""
+    """Both windows have passed block 0; the other prompt evicts its page of the first; this removes the block."""
     manager, sink = made([3, 6], groups=[(4, 0), (8, 0)], pool_groups=[0, 1])
     request = manager.new_request([1, 2, 3, 4])
     assert manager.prepare_context(request) == (0, True)

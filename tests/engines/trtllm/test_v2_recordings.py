@@ -1,7 +1,7 @@
 """The recordings of TensorRT-LLM's V2 manager, step by step: answers, events, free slots and the queues at the end.
 
-The data is a part of the recordings that `play_trtllm.py` plays whole: 15 random programs that have every kind of step
-together, and 21 by hand.
+The data is a part of the recordings that `play_trtllm.py` plays: 15 random programs that together contain every kind of
+step, and 21 programs by hand.
 """
 
 import pytest

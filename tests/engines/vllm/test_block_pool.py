@@ -1,4 +1,4 @@
-"""vLLM's block pool: what its recordings do not show, and what it refuses."""
+"""vLLM's block pool: behaviour that its recordings do not show, and refused inputs."""
 
 from collections import Counter
 from itertools import pairwise
@@ -33,7 +33,7 @@ def backend(request):
 
 @pytest.fixture
 def make_pool(backend):
-    """A pool of 8 blocks of 4 tokens, unless told otherwise; what it says is in `manager.sink.events`."""
+    """Return a pool, by default of 8 blocks of 4 tokens; its events are in `manager.sink.events`."""
 
     def make(num_blocks=8, block_size=4, **options):
         return create_manager(backend, num_blocks=num_blocks, block_size=block_size, sink=CapturingSink(), **options)
@@ -47,14 +47,14 @@ def pool(make_pool):
 
 
 def admit(pool, prompt, **options):
-    """Look up and allocate: the request, its hits and its new blocks."""
+    """Look up and allocate; returns the request, its hits and its new blocks."""
     request = pool.new_request(prompt if isinstance(prompt, Prompt) else Prompt(prompt), **options)
     hits = pool.get_computed_blocks(request)
     return request, hits, pool.allocate_slots(request, len(request) - len(hits) * pool.block_size, hits)
 
 
 def expected_message(pool):
-    """("S", parent, blocks), ("R", block) or "C", of each event since the last time."""
+    """Return ("S", parent, blocks), ("R", block) or "C" for each event since the last call."""
     out = []
     for event in pool.sink.take():
         data = event.data
@@ -101,11 +101,11 @@ def test_a_lookup_hits_the_remaining_copy_that_was_cached_first(pool):
     requests = [pool.new_request(Prompt(range(4))) for _ in range(3)]
     for request in requests:
         pool.allocate_slots(request, 4)
-    for request in requests[::-1]:  # freed in the other order, so that the first is evicted last
+    for request in requests[::-1]:  # freed in reverse order, so that the first is evicted last
         pool.free(request)
     look = pool.new_request(Prompt(range(5)))
     assert pool.get_computed_blocks(look) == [1]
-    taken, *_ = admit(pool, range(100, 124))  # 5 blocks were never used, and copy 3 is next
+    taken, *_ = admit(pool, range(100, 124))  # 5 blocks were never used; copy 3 is next
     assert 3 in taken.block_ids
     assert pool.get_computed_blocks(look) == [1]
     other, *_ = admit(pool, range(200, 204))
@@ -279,7 +279,7 @@ def test_a_block_without_a_name_is_shown_by_its_number(pool):
     assert {name: 1, UUID(int=2): 1} == pool.active_blocks
     assert [pool.references(b) for b in (name, UUID(int=2), UUID(int=1), UUID(int=3), 77)] == [1, 1, 0, 0, 0]
     pool.free(request)
-    assert [name, UUID(int=0)] == request.blocks  # vLLM's null block: it holds none
+    assert [name, UUID(int=0)] == request.blocks  # vLLM's null block is not in use
     assert pool.active_blocks == {}
     assert 0 == pool.references(UUID(int=2)) == pool.references(UUID(int=9))
     assert [name] == pool.resident() == pool.resident(StorageTier.DEVICE)
@@ -442,7 +442,7 @@ def test_any_requests_conserve_blocks_and_events_equal_the_resident_blocks(steps
 
 
 def apply_events(pool, held):
-    """What a router that counts copies believes."""
+    """Apply events as a router that counts copies."""
     for event in pool.sink.take():
         data = event.data
         if isinstance(data, Stored):
@@ -465,7 +465,7 @@ def check(pool, live, held, num_blocks):
     assert +held == Counter(pool.resident())
     for request in live:
         names = request.tokens.names
-        # A prefix of names that is resident is what a lookup finds, whole, and no block is there without its parent.
+        # A lookup finds the whole resident prefix of names, and no block is resident without its parent.
         look = pool.new_request(Prompt([*request.tokens.tokens, 0]))
         assert len(names) == len(pool.get_computed_blocks(look))
         for parent, child in pairwise(names):

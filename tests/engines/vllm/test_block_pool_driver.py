@@ -1,4 +1,4 @@
-"""Workers over vLLM's block pool: what a router hears of them, and when."""
+"""Workers over vLLM's block pool: which events a router receives, and when."""
 
 from dataclasses import replace
 from random import Random
@@ -31,7 +31,7 @@ def backend(request):
 
 
 def new_worker(backend, num_blocks=8, block_size=4, *, seed=0, **options):
-    """A worker whose events are in `worker.captured`."""
+    """Return a worker whose events are in `worker.captured`."""
     spec, captured = BACKENDS[backend], CapturingSink()
 
     def make(sink):
@@ -52,7 +52,7 @@ def names(worker, tokens):
 
 
 def message(worker):
-    """The kind of each event since the last time, with what it names."""
+    """Return the kind of each event since the last call, with its blocks."""
     out = []
     for event in worker.captured.take():
         data = event.data
@@ -109,7 +109,7 @@ def test_a_chunked_prefill_is_published_chunk_by_chunk(backend):
     worker.serve(range(20))
     assert [("S", None, *blocks[:2]), ("S", blocks[1], *blocks[2:4]), ("S", blocks[3], blocks[4])] == message(worker)
     worker.serve([*range(20), 1])
-    assert message(worker) == []  # all hits are taken with the first chunk that computes anything
+    assert message(worker) == []  # all hits are allocated with the first chunk that computes tokens
 
 
 def test_a_request_that_does_not_fit_is_refused_with_the_block_counts_of_vllm(backend):
@@ -118,7 +118,7 @@ def test_a_request_that_does_not_fit_is_refused_with_the_block_counts_of_vllm(ba
     held = worker.prefill(range(100, 108))
     before = (worker.manager.free_queue, worker.manager.resident(), list(worker.captured.events))
     with pytest.raises(OutOfBlocks) as raised:
-        worker.prefill(range(13))  # two new ones, and two hits that nobody uses
+        worker.prefill(range(13))  # two new blocks, and two hits that no request uses
     assert (raised.value.requested, raised.value.available) == (4, 3)
     with pytest.raises(OutOfBlocks) as raised:
         held.decode(13)
@@ -138,7 +138,7 @@ def test_a_preempted_request_looks_up_its_output_when_it_resumes(worker):
     message(worker)
     request.resume()
     assert message(worker) == []
-    assert request.cached_tokens == 6  # of the prompt, which has no more
+    assert request.cached_tokens == 6  # all tokens of the prompt
     assert blocks[:3] == request.blocks[:3]
     request.preempt()
     worker.serve(range(100, 129))
@@ -241,7 +241,7 @@ def test_a_local_hash_that_does_not_match_its_tokens_is_reported(backend):
 
 # ---------------------------------------------------------------------------------------------------- properties
 
-tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=9)  # few different ones, so that requests meet
+tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=9)  # few values, so requests share prefixes
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("prefill"), tokens),
@@ -255,7 +255,7 @@ FROM = {"decode": ("running",), "preempt": ("running",), "resume": ("preempted",
 
 
 class ByHand:
-    """The same requests on a manager, as vLLM's scheduler drives it: a lookup, then an allocation a chunk or a
+    """The same requests on a manager, as vLLM's scheduler drives it: a lookup, then an allocation per chunk or
     token.
     """
 

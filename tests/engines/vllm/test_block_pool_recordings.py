@@ -1,4 +1,4 @@
-"""vLLM's block pool beside the real `KVCacheManager` of vLLM 0.33.0 and 0.19.1, step by step."""
+"""vLLM's block pool compared with the real `KVCacheManager` of vLLM 0.33.0 and 0.19.1, step by step."""
 
 from copy import deepcopy
 
@@ -38,7 +38,7 @@ class Pool:
         return out
 
     def start(self, request, chunk=None):
-        """Look up and allocate, in one step or chunk by chunk: (did it fit, computed tokens, hits, new blocks)."""
+        """Look up and allocate, at once or in chunks; returns (whether it fit, computed tokens, hits, new blocks)."""
         hits = self.manager.get_computed_blocks(request)
         computed, length, chunk = len(hits) * self.size, len(request), chunk or len(request)
         new, first = [], hits
@@ -62,7 +62,7 @@ class Pool:
         return answer
 
     def decode_at_once(self, name, tokens):
-        """All tokens in one allocation; rolled back where they do not fit."""
+        """Decode all tokens in one allocation, which is rolled back if they do not fit."""
         request = deepcopy(self.requests[name])
         request.tokens.extend(tokens)
         new = self.manager.allocate_slots(request, len(tokens))
@@ -71,7 +71,7 @@ class Pool:
         return new
 
     def decode(self, name, tokens):
-        """Token by token."""
+        """Decode token by token."""
         request, new = self.requests[name], []
         if self.manager.missing_blocks(request, len(request) + len(tokens)) > self.manager.num_free_blocks:
             return ["full"]

@@ -1,6 +1,6 @@
 """Full reports, context parallelism, resets, adapters, `SimpleCPUOffloadConnector` and load streams, as recorded.
 
-The data is a part of the recordings that `play_contracts.py` plays whole.
+The data is a part of the recordings that `play_contracts.py` plays.
 """
 
 import json
@@ -24,7 +24,7 @@ def test_every_step_equals_the_recorded_step(recording, file):
 
 
 def with_another_event(program):
-    """The program, whose first event has another name."""
+    """Return the program with another name in its first event."""
     program = json.loads(json.dumps(program))
     step = next(entry for entry in program["log"] if entry[0] == "step" and entry[-1]["events"])
     step[-1]["events"][0] = ["C"]

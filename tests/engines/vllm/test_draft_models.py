@@ -1,7 +1,7 @@
-"""Engines of vLLM 0.33.0 with a draft model: recorded programs, step by step, and what follows for names and hits.
+"""Engines of vLLM 0.33.0 with a draft model: recorded programs, step by step, and the effects on names and hits.
 
-The recording is a part of the programs that `play_speculative.py` plays whole: of each geometry one, cut after 110
-steps or a few more.
+The recording is a part of the programs that `play_speculative.py` plays: one for each geometry, cut after about 110
+steps.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ def test_the_recordings_cover_padding_stale_outputs_look_ahead_and_preemption(re
     assert any(step["op"][0] == "admit" and len(step["op"]) == 4 and step["ok"] for step in steps)  # padded
     assert any(step["op"][0] == "out" and step["op"][4] for step in steps)  # stale
     assert any(step["op"][0] == "out" and len(step["op"][3] or ()) > 2 for step in steps)
-    assert any(event[-1] == [] for step in steps for event in step["events"])  # names look ahead, and none was kept
+    assert any(event[-1] == [] for step in steps for event in step["events"])  # names look ahead, and no block was kept
     assert any(step["op"][0] == "preempt" for step in steps)
 
 
@@ -47,7 +47,7 @@ def test_the_player_finds_a_difference_in_any_field_of_a_step(recording, name):
 
 
 class Sink:
-    """Keeps what a manager publishes, in short."""
+    """Record the events of a manager in a short form."""
 
     def __init__(self):
         self.events = []
@@ -81,7 +81,7 @@ def admit(manager, request):
 
 
 def step(manager, request, sampled):
-    """A decode step with all drafts, of which so many are accepted as there are tokens but one."""
+    """Make a decode step with all drafts; it accepts one draft fewer than there are tokens."""
     request.drafts.proposed = manager.speculative.tokens
     tokens = manager.chunk_tokens(request, request.drafts.wanted(request))
     assert manager.allocate_slots(request, tokens) is not None
@@ -96,7 +96,7 @@ def test_block_names_that_look_ahead_follow_the_worked_example():
     assert admit(manager, first) == (0, 16)
     k = list(first.tokens.names)
     assert [(k, None, [*range(12)], [[4], [8], [12]])] == sink.taken()
-    assert len(first.tables[0].blocks) == 5  # 16 tokens, and 3 slots
+    assert len(first.tables[0].blocks) == 5  # 16 tokens and 3 slots
     manager.take_output(first, 16, [900])
     k = list(first.tokens.names)
     assert [([k[3]], k[2], [12, 13, 14, 15], [[900]])] == sink.taken()
@@ -113,7 +113,7 @@ def test_block_names_that_look_ahead_follow_the_worked_example():
     assert (k[2], [12, 13, 14, 15], [[909]], []) == (parent, tokens, ahead, others)
     assert twin != k[3]
     other = manager.new_request([*range(8), *range(50, 58)])
-    assert admit(manager, other) == (4, 12)  # the name of the second block looks at token 8
+    assert admit(manager, other) == (4, 12)  # the name of the second block depends on token 8
     assert [(other.tokens.names[1:3], k[0])] == [event[:2] for event in sink.taken()]
     assert admit(manager, manager.new_request([*range(10), *range(60, 66)])) == (8, 8)
 
@@ -228,7 +228,7 @@ def test_managers_refuse_speculative_options_that_they_do_not_support(backend, o
 )
 @pytest.mark.parametrize("mode", [{}, {"no_drop": True}, {"plain_hashes": True}], ids=str)
 def test_windows_keep_the_tokens_that_several_draft_modules_may_recompute(drafts, skipped, freed, cap, mode):
-    """20 tokens are computed, and one more is allocated: a window of 8 lets go `skipped` tokens."""
+    """20 tokens are computed, and one more is allocated: a window of 8 drops `skipped` tokens."""
     groups = [CacheGroup("sliding_window", 4, window=8), CacheGroup("full_attention", 8)]
     draft = Speculative(tokens=drafts, modules=drafts, **mode)
     sizes = {"num_blocks": 100, "max_num_batched_tokens": 64, "max_model_len": 1000}
@@ -336,5 +336,5 @@ def test_a_group_drops_a_block_again_after_another_group_shortened_the_hit():
     while (tokens := manager.chunk_tokens(first, 46 - first.num_computed_tokens)) > 0:
         assert manager.allocate_slots(first, tokens) is not None
     manager.free(first)
-    # At 16, where the plain window resumes, the first one lacks the block that it would drop.
+    # At 16, where the plain window resumes, the first window lacks the block that it would drop.
     assert manager.get_computed_blocks(manager.new_request([*range(30), 99])).num_tokens == 0

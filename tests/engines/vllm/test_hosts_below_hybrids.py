@@ -1,5 +1,5 @@
 """vLLM's native offload below several cache groups and draft models: the recordings, step by step, and what a router
-can make of the events.
+can conclude from the events.
 """
 
 from random import Random
@@ -64,7 +64,7 @@ def test_the_player_finds_a_difference_in_any_field_of_a_step(recorded, name):
 
 
 def held(manager):
-    """What an engine holds, by medium and group: names on the device, and on the host."""
+    """Return the blocks of an engine by medium and group: names on the device, and on the host."""
     sets = {}
     for group, name in manager.resident_names():
         sets.setdefault(("GPU", group), set()).add(name)
@@ -74,7 +74,7 @@ def held(manager):
 
 
 def said(events, sets):
-    """What events say is there, counted, by medium and group."""
+    """Return the blocks that events report, with their counts, by medium and group."""
     for each in events:
         medium = "CPU" if each.storage_tier is HOST else "GPU"
         counts = sets.setdefault((medium, group_of(each.extra)), {})
@@ -142,7 +142,7 @@ def test_over_a_host_names_do_not_look_ahead_and_hits_drop_a_block():
             kv.worker(0).serve(each)
             kv.worker(0).tick(kv.worker(0).now + 10.0)
         request = kv.worker(0).prefill(prompt)
-        # The device drops the ninth block, and the host the twelfth.
+        # The hit on the device drops the ninth block, and that on the host the twelfth.
         assert (request.cached_tokens, request.onboarded_tokens) == (176, 48)
         request.decode(5, accepted=(2, 1))
         request.finish()
@@ -165,7 +165,7 @@ def test_an_engine_loads_a_prefix_back_from_the_host(model):
 
 
 def test_a_prompt_tail_beyond_max_offload_tokens_crashes_the_engine():
-    """vLLM's own assertion fails: the prompt's last unit lies behind what the request lets be stored."""
+    """vLLM's own assertion fails: the prompt's last unit lies beyond the request's limit for stores."""
     manager = create_manager("vllm", num_blocks=40, groups=STATES, match_unit=2)
     manager.attach_offload(offload_of(manager, 40, max_offload_tokens=4), None)
     host, request = manager.offload, manager.new_request(range(22))
@@ -176,7 +176,7 @@ def test_a_prompt_tail_beyond_max_offload_tokens_crashes_the_engine():
 
 
 def play_vllm_steps(manager, host, request, known, chunks):
-    """Compute chunks of a request, each in a step whose stores are planned."""
+    """Compute chunks of a request, each in a step with planned stores."""
     for tokens in chunks:
         manager.new_step_starts()
         assert manager.allocate_slots(request, tokens) is not None

@@ -1,4 +1,4 @@
-"""vLLM's manager of several cache groups: what is refused, worked examples, and that one group is what it was."""
+"""vLLM's manager of several cache groups: refused inputs, worked examples, and the equality of one group."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def made(groups=GPT_OSS, **options):
 
 
 def run(manager, prompt, *, free=True):
-    """Prefill a prompt as the scheduler does; how many tokens were reused, and the request."""
+    """Prefill a prompt as the scheduler does; returns the number of reused tokens and the request."""
     request = manager.new_request(prompt)
     hits = manager.get_computed_blocks(request)
     left = len(request) - hits.num_tokens
@@ -43,7 +43,7 @@ def run(manager, prompt, *, free=True):
 
 
 def published(sink):
-    """Each Stored: group, tokens before it, tokens after each of its hashes, span."""
+    """Return for each Stored: group, tokens before it, tokens after each of its hashes, span."""
     return [
         (group_of(extra), event.data, len(token_ids) * len(token_ids[0]))
         for event, _, token_ids, extra in sink
@@ -133,7 +133,7 @@ def test_a_single_full_attention_group_uses_the_block_pool_manager():
 
 
 def random_prompts(rng, count):
-    """Prompts of a few blocks of 4 tokens, some of which begin as one before them does, or are the same."""
+    """Prompts of a few blocks of 4 tokens, some of which share a prefix with, or equal, an earlier one."""
     prompts = []
     for _ in range(count):
         before = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
@@ -174,7 +174,7 @@ BY_SIXTEEN = (CacheGroup("full_attention", block_size=16), CacheGroup("sliding_w
         (0, 32, 16, [[1, 2, 5], [3, 4, 6]]),
         (0, 48, 0, [[1, 2, 3], [4, 5, 6]]),
         (0, 0, 48, [[1, 2, 3], [4, 5, 6]]),
-        (16, 16, 32, [[1, 4, 5, 6], [3, 2, 7, 8]]),  # of the prompt that was cached, blocks 2 and 4 had no name
+        (16, 16, 32, [[1, 4, 5, 6], [3, 2, 7, 8]]),  # in the cached prompt, blocks 2 and 4 had no name
         (0, 96, 32, [[1, 2, 3, 4, 5, 6, 11, 12], [0, 0, 7, 8, 9, 10, 13, 14]]),
     ],
 )
@@ -225,7 +225,7 @@ def test_references_are_counted_by_name_and_blocks_by_number():
     request = run(manager, range(22), free=False)
     assert manager.num_active_blocks == manager.num_active_block_refs == 12
     assert manager.num_free_blocks == 52
-    assert manager.references(request.key(4)) == 1  # the full group has it; the window kept none
+    assert manager.references(request.key(4)) == 1  # in the full group; the window kept none
     assert manager.references(request.key(16)) == 2
     assert sum(manager.active_blocks.values()) == 12
     assert sorted(manager.resident_names()) == sorted(
@@ -345,7 +345,7 @@ WINDOW_AND_FULL = (CacheGroup("sliding_window", 4, window=8), CacheGroup("full_a
 
 
 def test_a_window_needs_blocks_only_for_external_tokens_that_are_still_attended_to():
-    """40 tokens come, and 4 are computed: 11 blocks of full attention, and 3 of the window."""
+    """40 tokens come, and 4 are computed: 11 blocks of full attention and 3 of the window."""
 
     def allocated(num_blocks):
         manager = VllmHybridManager(groups=WINDOW_AND_FULL, num_blocks=num_blocks)

@@ -1,4 +1,4 @@
-"""Named hybrid models: their groups, and these at other sizes."""
+"""Named hybrid models: their groups, also at other sizes."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from pytest_kvmock.engines.vllm.hybrid_models import HYBRID_MODELS
 
 NAMES = list(HYBRID_MODELS)
 
-SIZES = {  # scheduler block, hash unit, alignment of hits; the group that a router's blocks are of
+SIZES = {  # scheduler block, hash unit, alignment of hits; the group of a router's blocks
     "gpt_oss": (16, 16, 16, 1),
     "gemma3": (16, 16, 16, 6),
     "gemma4": (32, 16, 32, 5),

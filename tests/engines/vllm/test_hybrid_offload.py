@@ -1,4 +1,4 @@
-"""Workers and engines of hybrid models over vLLM's native offload: as recorded, and whatever the traffic."""
+"""Workers and engines of hybrid models over vLLM's native offload: recorded and random traffic."""
 
 from functools import partial
 from random import Random
@@ -16,7 +16,7 @@ GROUPS = (CacheGroup("full_attention", 4), CacheGroup("sliding_window", 4, windo
 
 
 def worker_of(num_blocks, **tiers):
-    """A worker whose blocks take a millisecond each on either link, and the list of what it publishes."""
+    """Return a worker whose blocks take a millisecond each on either link, and the list of its events."""
     tiers = {"host": 24, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
     make = partial(create_manager, "vllm", num_blocks=num_blocks, groups=GROUPS, tiers=tiers)
     events = []
@@ -33,7 +33,7 @@ def short(event):
 
 
 def in_order(events):
-    """Events of the device in their order, then those of the host, which have the order of a set."""
+    """Return the device's events in their order, then the host's, sorted because they have the order of a set."""
     events = list(events)
     return [each for each in events if each[1] == "GPU"] + sorted(each for each in events if each[1] == "CPU")
 
@@ -72,7 +72,7 @@ def test_self_describing_host_events_are_stored_for_attention_and_locations_for_
 
 
 def test_a_prefix_without_its_window_is_not_loaded_back_from_the_host():
-    """A hit needs the window before its end: here the host has it at the end of the prompt alone."""
+    """A hit needs the window before its end: here the host has it only at the end of the prompt."""
     worker, _ = worker_of(20)
     prompt = list(range(40))
     worker.serve(prompt)

@@ -1,4 +1,4 @@
-"""Workers and engines over vLLM's cache groups: what fits is admitted, and quiet steps leave out nothing."""
+"""Workers and engines over vLLM's cache groups: requests that fit are admitted, and quiet steps omit nothing."""
 
 from functools import partial
 from random import Random
@@ -73,14 +73,14 @@ def worker_of(name, num_blocks=60, **options):
 
 
 class Plain:
-    """The same as a worker does, each token a step of its own, and nothing known beforehand."""
+    """The actions of a worker, with one step per token and without look-ahead."""
 
     def __init__(self, name, num_blocks):
         self.sink = CapturingSink()
         self.manager = made(name, self.sink, num_blocks=num_blocks)
 
     def rehearsed(self, request):
-        """The same on a copy."""
+        """Return the same actions on a copy."""
         copy = Plain.__new__(Plain)
         copy.manager, copied = self.manager.rehearsal(request, 0)
         return SimpleNamespace(decode=partial(copy.decode, copied), prefill=partial(copy.prefill, copied))
@@ -183,12 +183,12 @@ ROOM = {"vllm_gemma3": 70, "vllm_gemma4": 104, "vllm_deepseek_v4": 900, "vllm_ll
 
 
 def served(backend, seed, *, pass_by_pass, **fields):
-    """An engine after requests some of which share prefixes, in few blocks."""
+    """Return an engine with few blocks after requests that partly share prefixes."""
     rng, size, sink = Random(seed), BACKENDS[backend].default_block_size, CapturingSink()
     args = MockEngineArgs(block_size=size, num_gpu_blocks=ROOM.get(backend, 22), semantics="1.6.1", **fields)
     engine = MockEngine(args, backend=backend, seed=seed, sink=sink)
     if pass_by_pass:
-        engine.on_pass(lambda done: None)  # who looks at every pass has each of them made
+        engine.on_pass(lambda done: None)  # an observer of passes causes each of them to be made
     prefixes = [[rng.getrandbits(17) for _ in range(4 * size)] for _ in range(3)]
     now = 0.0
     for _ in range(14):
@@ -214,7 +214,7 @@ def test_a_prompt_that_never_fits_in_all_groups_is_rejected(backend):
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_kimi_k3"])
 def test_a_chunked_prompt_fits_or_is_refused_without_a_leak(backend, chunk):
-    """Where chunks end, a model that exports states holds more of them for a while than in one go."""
+    """At the ends of chunks, a model that exports states temporarily holds more of them than without chunks."""
     refused = 0
     for num_blocks in range(8, 20):
         with RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks, chunk=chunk), backend) as kv:
@@ -248,7 +248,7 @@ def test_passes_in_one_go_equal_passes_one_by_one(backend, fields):
         preemptions += sum(request.preemptions for request in quick.requests)
         reused += sum(request.first_reused_tokens or 0 for request in quick.requests)
     assert reused
-    assert preemptions or backend == "vllm_deepseek_v4"  # its windows give back more than its decode steps take
+    assert preemptions or backend == "vllm_deepseek_v4"  # its windows free more than its decode steps take
 
 
 def test_a_sibling_of_a_state_cached_in_this_pass_waits_for_the_next_pass():

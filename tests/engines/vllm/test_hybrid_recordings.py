@@ -1,6 +1,6 @@
-"""Engines with several cache groups beside the real `KVCacheManager` and `Scheduler` of vLLM 0.33.0, step by step.
+"""Engines with several cache groups compared with the real `KVCacheManager` and `Scheduler` of vLLM 0.33.0.
 
-The data is a part of the recordings that `play_hybrid.py` plays whole: of each geometry of layers one program, cut
+The data is a part of the recordings that `play_hybrid.py` plays: one program for each geometry of layers, cut
 after 130 steps.
 """
 
@@ -22,7 +22,7 @@ def test_every_geometry_gives_the_recorded_answers_tables_queues_and_events(reco
 def test_the_recordings_cover_sparse_and_salted_stored_preemption_resets_and_junctions(recording):
     steps = [step for program in recording(FILE) for step in program["steps"]]
     stored = [event for step in steps for event in step["events"] if event[0] == "S"]
-    assert any(not event[3] for event in stored)  # nothing was kept of the span
+    assert any(not event[3] for event in stored)  # no block of the span was kept
     assert any(0 < len(event[3]) < event[5] // event[4] for event in stored)
     assert any(event[-1] and isinstance(event[-1], list) for event in stored)  # salted
     assert any(step["op"][0] == "preempt" for step in steps)

@@ -1,7 +1,7 @@
-"""Native offload beside the real scheduler and connector of vLLM 0.33.0, step by step.
+"""Native offload compared with the real scheduler and connector of vLLM 0.33.0, step by step.
 
-The data is a part of the recordings that `play_vllm_offload.py` plays whole: programs that have, together, every kind
-of step.
+The data is a part of the recordings that `play_vllm_offload.py` plays: programs that together contain every kind of
+step.
 """
 
 import pytest

@@ -1,6 +1,6 @@
 """Files below vLLM's host, Mooncake below vLLM, LMCache's server and the objects of SGLang's HiCache, as recorded.
 
-The data is a part of the recordings that `play_stores.py` plays whole, with every kind of step.
+The data is a part of the recordings that `play_stores.py` plays, with every kind of step.
 """
 
 import json
@@ -25,7 +25,7 @@ def test_every_step_equals_the_recorded_step(recording, file):
 
 
 def spoilt(program, name, value):
-    """The program, in whose first step with anything of a name is something else."""
+    """Return the program with another value in its first step that has the given field."""
     program = json.loads(json.dumps(program))
     step = next(entry for entry in program["log"] if entry[0] == "step" and entry[2].get(name))
     step[2][name] = value

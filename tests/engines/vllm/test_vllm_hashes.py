@@ -1,4 +1,4 @@
-"""Block hashes of vLLM: those that its own functions gave, and what is refused."""
+"""Block hashes of vLLM: those of its own functions, and refused inputs."""
 
 import pickle
 from copy import deepcopy
@@ -29,7 +29,7 @@ KEYS = {
 
 
 def tuples(value):
-    """As hashed: JSON has lists."""
+    """Return tuples, which are hashed; JSON has lists."""
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
@@ -81,7 +81,7 @@ def test_plain_blocks_are_encoded_as_by_cbor2(algorithm, block_size):
 
 @pytest.mark.parametrize("seed", seeds(200))
 def test_tokens_of_any_size_are_encoded_as_canonical_cbor(seed):
-    """Repeated ids, ids above any vocabulary and what is mixed of both are written at once; with keys, one by one."""
+    """Repeated ids, ids above any vocabulary and mixtures of both are written at once; with keys, one by one."""
     rng = Random(seed)
     tokens = []
     for _ in range(40):
@@ -114,7 +114,7 @@ def test_a_growing_request_has_the_names_of_all_its_tokens(seed):
     whole = HashedTokens(Prompt(range(21)), 4, hasher, None)
     assert whole.names == grown.names == also.names
     assert whole.local_hashes == grown.local_hashes == also.local_hashes
-    assert len(HashedTokens(prompt, 4, hasher, None).names) == 1  # the prompt's own have not grown
+    assert len(HashedTokens(prompt, 4, hasher, None).names) == 1  # the prompt's own names have not grown
 
 
 @pytest.mark.parametrize(
@@ -140,7 +140,7 @@ def test_a_released_request_keeps_its_names_tokens_and_hashes(hasher, output):
 @pytest.mark.parametrize("seed", seeds(100))
 @pytest.mark.parametrize("made_by", [*ALGORITHMS, "signed", "sglang"])
 def test_a_prompt_of_trace_ids_has_the_names_of_its_tokens(made_by, seed):
-    """Also where blocks do not end with the ids of the trace, and of ids in all forms that CBOR has."""
+    """Also if blocks do not end with the ids of the trace, and for ids of all CBOR forms."""
     others = {"signed": VllmHasher("0.9.2"), "sglang": SglangHasher()}
     hasher = others.get(made_by) or VllmHasher("0.33.0", made_by)
     draw = Random(seed)
@@ -191,9 +191,7 @@ def test_the_hash_chain_of_a_stream_detects_a_name_that_does_not_match_its_token
     assert tokens.names[:1] == chain.expected(first, list(tokens.block_tokens(0, 1)), 4)
     assert tokens.names[1:] == chain.expected(rest, list(tokens.block_tokens(1, 3)), 4)
     assert tokens.names[:1] != chain.expected(first, [(0, 1, 2, 4)], 4)
-    assert None is HashChain(hasher).expected(
-        rest, list(tokens.block_tokens(1, 3)), 4
-    )  # nobody knows what it is chained to
+    assert None is HashChain(hasher).expected(rest, list(tokens.block_tokens(1, 3)), 4)  # its parent is unknown
     assert None is chain.expected(rest, (), 4)
 
 
@@ -218,7 +216,7 @@ def test_freshly_hashed_blocks_are_not_hashed_again_unless_they_were_changed():
         == [(4, 5, 6, 7), (8, 9, 10, 11)]
     )
     assert None is own_blocks(Stored(None, names[1:], local_hashes[1:]), rest, 4, None)
-    with pytest.raises(TypeError):  # what was made of them stays true of them
+    with pytest.raises(TypeError):  # the names that were made from them remain valid
         tokens[1] = (4, 5, 6, 8)
     changed = [tokens[0], (4, 5, 6, 8), *tokens[2:]]
     assert None is own_blocks(data, changed, 4, None)

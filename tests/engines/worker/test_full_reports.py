@@ -1,4 +1,4 @@
-"""Requests of vLLM that carry `kv_cache_report_mode="full"`: when they report, and what becomes of the engine."""
+"""Requests of vLLM that carry `kv_cache_report_mode="full"`: when they report, and the effect on the engine."""
 
 from functools import partial
 from random import Random
@@ -118,7 +118,7 @@ def test_an_index_with_full_reports_does_not_count_reports_as_copies(worker, sin
         worker.serve(asks_full(TOKENS))
     worker.serve(range(300, 348))  # all blocks
     for event in sink.events:
-        plain = RouterEvent(0, event)  # as a wire has it
+        plain = RouterEvent(0, event)  # in wire form
         counted.apply(plain)
         ruled.apply(plain)
     local = Prompt(TOKENS).block_hashes(SIZE)

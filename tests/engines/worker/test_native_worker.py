@@ -1,4 +1,4 @@
-"""A vLLM worker with native offload, and an engine over one: what is stored when, what is loaded, and what waits."""
+"""A vLLM worker with native offload, and an engine over one: stores and their times, loads, and waits."""
 
 import warnings
 from collections import Counter
@@ -18,7 +18,7 @@ A, B = list(range(100, 118)), list(range(200, 240))
 
 
 def worker_of(num_blocks=12, *, seed=1, chunk_tokens=None, **tiers):
-    """A worker whose blocks take a millisecond each on either link, and the list of what it publishes."""
+    """Return a worker whose blocks take a millisecond each on either link, and the list of its events."""
     tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
     make = partial(create_manager, "vllm", num_blocks=num_blocks, block_size=SIZE, tiers=tiers)
     events = []
@@ -30,7 +30,7 @@ def worker_of(num_blocks=12, *, seed=1, chunk_tokens=None, **tiers):
 
 
 def taken(events):
-    """The events so far, in short; they are forgotten."""
+    """Return the events so far in a short form, and clear them."""
     short = [
         ("host" if each.storage_tier is HOST else "device", type(each.event.data), len(_hashes(each)))
         for each in events
@@ -72,7 +72,7 @@ def test_a_load_from_the_host_publishes_one_stored_of_the_device():
     assert serve(worker, A) == (16, 8)
     assert worker.now == 32.0
     assert [("device", Stored, 2)] == [each for each in taken(events) if each[1] is not Removed]
-    assert len(worker.manager.resident(HOST)) == 14  # what is loaded stays there
+    assert len(worker.manager.resident(HOST)) == 14  # loaded blocks stay on the host
 
 
 def test_a_fully_cached_prompt_of_whole_blocks_loads_its_last_block_from_the_host():
@@ -118,7 +118,7 @@ def test_a_request_waits_for_the_copy_of_its_prefix_to_the_host():
 def test_a_request_that_reuses_blocks_under_copy_waits_for_the_copy():
     worker, events = worker_of(num_blocks=5)
     serve(worker, A)
-    worker.tick(0.0)  # the copy begins
+    worker.tick(0.0)  # the copy starts
     events.clear()
     serve(worker, list(range(300, 316)))
     assert worker.now == 4.0
@@ -176,7 +176,7 @@ def test_async_scheduling_reports_finished_transfers_one_step_later():
         serve(worker, A)
         worker.tick(1.0)
         events.clear()
-        with worker.prefill(B):  # it takes blocks that are being copied, and waits for that
+        with worker.prefill(B):  # it takes blocks that are being copied, and waits for the copies
             assert worker.now == 4.0
             assert ([] if is_async else located) == [each for each in taken(events) if each[0] == "host"]
             assert (0 if is_async else 4) == len(worker.manager.resident(HOST))

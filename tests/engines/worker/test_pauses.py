@@ -1,4 +1,4 @@
-"""Resets, pauses and sleeps of a worker: when its cache is empty, and when its events say so."""
+"""Resets, pauses and sleeps of a worker: when its cache is empty, and when its events report this."""
 
 from functools import partial
 from random import Random

@@ -1,4 +1,4 @@
-"""What a worker asks of a driver before it admits a prompt: once, and as a scheduler would be answered."""
+"""The plan that a worker requests from a driver before it admits a prompt: once, with the answers for a scheduler."""
 
 import sys
 from itertools import pairwise
@@ -68,7 +68,7 @@ def test_the_block_keys_of_a_request_are_created_only_once():
 @each_parameter
 @pytest.mark.parametrize(("backend", "most_calls", "most_changes"), [("lineage", 165, 95), ("trtllm", 400, 165)])
 def test_serving_a_prompt_stays_within_its_limit_of_function_calls(backend, most_calls, most_changes):
-    """Calls and changes of file from `serve` to the verdict of its event; a change that needs more says why."""
+    """Count calls and changes of file from `serve` to the verdict of its event; justify a change that needs more."""
     worker = RouterHarness(backend=backend, index=None).worker(0)
     worker.serve(Prompt(range(64)))
     files = []

@@ -1,4 +1,4 @@
-"""A worker with host memory below its device: its time, what it waits for, what comes back."""
+"""A worker with host memory below its device: its time, its waits and its onboarding."""
 
 import math
 from functools import partial
@@ -22,7 +22,7 @@ HOST = StorageTier.HOST_PINNED
 
 
 def worker_of(num_blocks=8, backend="lineage", *, host=64, gbps=1.0, bytes_per_token=250_000, **options):
-    """A worker whose blocks take a millisecond each, alone on the link."""
+    """Return a worker whose blocks take a millisecond each, alone on the link."""
     tiers = {"host": host, "gbps": gbps, "bytes_per_token": bytes_per_token}
     make = partial(create_manager, backend, num_blocks=num_blocks, block_size=SIZE, tiers=tiers)
     return KvWorker(lambda sink: make(sink=sink), sink=CapturingSink(), rng=Random(1), **options)
@@ -57,7 +57,7 @@ def test_evicted_blocks_are_loaded_back_from_the_host(backend):
 def test_only_the_part_of_a_prefix_that_the_device_lacks_is_swapped_in():
     worker = worker_of()
     serve(worker, A)
-    serve(worker, B[:12])  # one block of A's goes
+    serve(worker, B[:12])  # one block of A is evicted
     worker.tick(10.0)
     held = worker.cached_tokens(A)
     assert 0 < held < 24
@@ -114,7 +114,7 @@ def test_a_swap_in_without_a_waiting_request_continues_and_completes_at_a_tick()
 
 
 def parked_worker():
-    """A worker of 4 blocks, all of A[:16]: two stay pinned while the two others are on their way back; and the
+    """A worker of 4 blocks, all of A[:16]: two stay pinned while the two others are onboarded; and the
     deadline.
     """
     worker = worker_of(4)
@@ -137,7 +137,7 @@ def test_blocks_pinned_for_a_swap_in_do_not_belong_to_a_request():
     assert deadline == error.value.deadline
     assert serve(worker, A[:16]) == (16, 8)
     worker, deadline = parked_worker()
-    assert serve(worker, C[:16]) == (0, 0)  # it waits for them, and for their way to the host
+    assert serve(worker, C[:16]) == (0, 0)  # it waits for them, and for their copy to the host
     assert deadline < worker.now
 
 
@@ -250,7 +250,7 @@ def test_each_chunk_of_a_prefill_waits_for_its_own_room():
 
 
 def lost_worker():
-    """A worker whose host is smaller than one batch: the fixture's settings would refuse that."""
+    """Return a worker whose host is smaller than one batch; the fixture's settings would refuse this."""
 
     def make(sink):
         host = HostOffload(1, block_bytes=1_000_000)
@@ -275,7 +275,7 @@ def test_tokens_generated_before_slots_run_out_are_kept():
     serve(worker, A)
     with pytest.raises(SlotsLost):
         worker.prefill(B)
-    request = worker.prefill(B[:6])  # in the two slots that are left
+    request = worker.prefill(B[:6])  # in the two remaining slots
     with pytest.raises(SlotsLost):
         request.decode([7] * 6)
     assert (len(request), len(request.blocks), request.status) == (8, 2, "running")
@@ -403,7 +403,7 @@ def test_random_requests_conserve_slots_and_blocks(backend, steps, num_blocks, h
                 request.finish() if what == "finish" else request.decode(which)
         except OutOfBlocks:
             pass
-        except SlotsLost:  # to pins: the batch fits the host
+        except SlotsLost:  # because of pins: the batch fits the host
             assert manager.offload.lost_to_pins
             return
         for event in sink.router_events:

@@ -1,4 +1,4 @@
-"""A worker turns requests into what a real engine would say."""
+"""A worker turns requests into the events of a real engine."""
 
 from random import Random
 
@@ -22,12 +22,12 @@ from pytest_kvmock.engines.worker import Served
 
 
 def prompt(*numbers):
-    """A prompt of one block of four equal tokens for each number."""
+    """Return a prompt of one block of four equal tokens for each number."""
     return Prompt([number for number in numbers for _ in range(4)])
 
 
 def chain(tokens, block_size=4):
-    """Sequence hashes of the whole blocks of these tokens."""
+    """Return the sequence hashes of the whole blocks of these tokens."""
     return sequence_hashes(block_hashes(list(tokens), block_size))
 
 
@@ -134,7 +134,7 @@ def test_a_prompt_of_hashes_that_does_not_match_the_block_size_is_refused(worker
 
 
 def in_chunks(worker, *stored):
-    """What is stored; in one, where the engine takes no chunks."""
+    """Return the Stored events of a chunked prefill; it is a single one if the engine takes no chunks."""
     if worker.traits.chunks:
         return list(stored)
     return [(stored[0][0], [block for _, blocks in stored for block in blocks])]
@@ -296,7 +296,7 @@ def test_a_decode_that_does_not_fit_generates_no_token(make_worker, state_of):
     request = worker.prefill(range(6))
     before = state_of(worker)
     with pytest.raises(OutOfBlocks) as raised:
-        request.decode(11)  # its block has room for two; then three more blocks are opened
+        request.decode(11)  # its block has room for two; then three more blocks are allocated
     assert before == state_of(worker)
     assert len(request) == 6
     assert (raised.value.requested, raised.value.available) == (3, 1)
@@ -343,7 +343,7 @@ def test_a_full_block_equal_to_one_in_use_frees_its_slot(make_worker):
     worker = make_worker(num_blocks=3)
     worker.prefill(range(4))
     second = worker.prefill(range(3))
-    second.decode([3, 9, 9, 9, 9])  # its first block becomes the one that is held: one slot back, one for the next
+    second.decode([3, 9, 9, 9, 9])  # its first block becomes the held one: one slot is freed, and the next takes one
     assert worker.manager.active_blocks[chain(range(4))[0]] == 2
     assert worker.manager.num_active_blocks == 2
     with pytest.raises(OutOfBlocks) as raised:
@@ -367,7 +367,7 @@ def test_a_slot_is_not_counted_as_free_before_its_block_equals_another(make_work
     second = worker.prefill(range(3))
     before = state_of(worker)
     with pytest.raises(OutOfBlocks) as raised:
-        second.decode([4, 9])  # another block: nothing is given back
+        second.decode([4, 9])  # another block: no slot is freed
     assert (raised.value.requested, raised.value.available) == (1, 0)
     assert before == state_of(worker)
 
@@ -474,7 +474,7 @@ def test_a_resumed_request_keeps_its_output_and_reuses_cached_blocks(worker, sto
     assert (9, blocks) == (len(request), request.blocks)
     request.resume()
     assert (9, blocks, "running") == (len(request), request.blocks, request.status)
-    assert request.cached_tokens == 6  # of the prompt, which has no more
+    assert request.cached_tokens == 6  # all tokens of the prompt
     assert len(worker.captured.events) == 2
     request.decode([9, 10, 11, 12])
     assert chain(range(12)) == request.blocks[:3]
@@ -598,7 +598,7 @@ def test_a_restarted_worker_is_empty_and_its_event_ids_start_at_0(worker):
     assert worker.manager is not before
     assert (worker.requests, request.status) == ([], "lost")
     assert worker.cached_tokens(range(8)) == 0
-    assert len(worker.captured.events) == 1  # a crash says nothing
+    assert len(worker.captured.events) == 1  # a crash publishes no event
     worker.serve(range(4))
     assert worker.captured.events[-1].event_id == 0
 

@@ -11,7 +11,7 @@ from pytest_kvmock.fleets import FleetRequest, RoundRobin, TraceRequest, replay
 
 SIZE = 4
 BACKENDS = ["lineage", "lru", "hash_cache", "vllm", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6", "sglang_qwen3_next"]
-"""One of each kind of driver and scheduler."""
+"""One backend for each kind of driver and scheduler."""
 
 HAS_LAST_PASS = {"sglang", "sglang_qwen3_next"}
 

@@ -17,7 +17,7 @@ from pytest_kvmock.fleets.clock.engine_request import EngineRequest
 from pytest_kvmock.servers.serve.text import Letters
 
 BY_VLLM = [name for name in EACH if BACKENDS[name].scheduler in ("vllm", "trtllm")]
-"""The backends whose engines vLLM's scheduler schedules; TensorRT-LLM's is one of its kind."""
+"""The backends with vLLM's scheduler, or TensorRT-LLM's, which is of the same kind."""
 
 WAYS = ("detailed", "heard", "unheard")
 

@@ -41,7 +41,7 @@ MOONCAKE = recorded("replay_mooncake.json.gz")
 WITH_REUSED_BLOCKS = [run for run in MOONCAKE if "reused_blocks" in run]
 WORLD = itemgetter("trace", "num_gpu_blocks", "replay_concurrency")
 REPLAYS = [[*runs] for _, runs in groupby(sorted(MOONCAKE, key=WORLD), key=WORLD)]
-"""The runs of each world: one replay shows them all."""
+"""The runs of each configuration; one replay compares them all."""
 HEAD = 1_000  # requests; the smaller caches are full after a hundred
 
 

@@ -60,17 +60,17 @@ PROGRAMS = {
     RemoveWorker: [PREFILL, RemoveWorker(0, rank=0)],
     DropNext: [DropNext(1, of="stored"), PREFILL],
 }
-"""Of each operation a program that ends with it, or with what shows it."""
+"""For each operation, a program that ends with it, or with a step that shows its effect."""
 
 MADE_OF_OTHERS = {Serve, Burst, ServeNear}
-"""What nobody records: the workers record what they are made of."""
+"""Operations that are never recorded: the workers record their parts instead."""
 
 NO_SCENARIO = {Burst, ServeNear}
-"""What no scenario file has, as no failure is cut down to it: likewise."""
+"""Operations in no scenario file, because no failure is reduced to them, for the same reason."""
 
 AMOUNTS = ("tokens", "output_tokens", "count")
 NOT_LESS = {DropNext}
-"""What has an amount that is not cut: lost events are left out one by one, at the level of events."""
+"""Operations whose amount is not reduced: lost events are removed one by one, at the level of events."""
 
 
 def named(chosen):
