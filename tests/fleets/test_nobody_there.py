@@ -261,7 +261,7 @@ def test_a_router_that_picks_no_worker_although_some_exist_stalls():
         fleet.run(requests(2))
 
 
-def test_a_stopped_run_reports_since_when_no_worker_was_there():
+def test_a_stopped_run_reports_since_when_it_has_no_worker():
     fleet = Fleet(engines(1), RoundRobin(), stop_ms=60)
     fleet.at(15).leave(0)
     fleet.at(100).join()

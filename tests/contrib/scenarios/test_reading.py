@@ -191,7 +191,7 @@ def test_at_most_a_million_numbers_are_accepted(tmp_path, numbers):
         ("submit: {tokens: 1, arrival_ms: 0}", {"tokens": (range(1, 2),), "arrival_ms": 0}),
     ],
 )
-def test_values_at_the_edge_of_what_is_allowed_are_read(tmp_path, step, given):
+def test_values_at_the_allowed_limits_are_read(tmp_path, step, given):
     path = tmp_path / "x.kv.yaml"
     path.write_text(f"steps: [{{{step}}}]")
     (scenario,) = load_scenarios(path)

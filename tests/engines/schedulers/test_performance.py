@@ -354,7 +354,7 @@ class OwnModel:
         return -1 if context_length > 10 else 7
 
 
-def test_none_a_model_or_a_pair_becomes_a_performance_model():
+def test_a_performance_model_can_be_made_from_none_a_model_or_a_pair():
     polynomial = PolynomialModel("1.6.1")
     assert polynomial == make_performance_model(None, "1.6.1")
     assert polynomial is make_performance_model(polynomial, "1.2.1")

@@ -113,7 +113,7 @@ def test_max_num_seqs_limits_the_number_of_running_requests():
 def test_a_chunk_that_leaves_one_token_of_the_prompt_is_not_a_decode():
     """One remaining token looks like decode, but it is prefill and costs as much."""
     engines = [engine_of(num_gpu_blocks=100, max_num_batched_tokens=8) for _ in range(2)]
-    engines[1].on_pass(lambda done: None)  # each pass runs by itself
+    engines[1].on_pass(lambda done: None)  # each pass runs separately
     for engine in engines:
         engine.submit(range(9), 3)
     assert engines[0].run().to_json() == engines[1].run().to_json()

@@ -508,7 +508,7 @@ def test_a_parked_request_continues_after_its_manager_was_cleared():
 
 
 def test_indexes_of_a_fleet_keep_the_host_blocks_after_a_cleared_of_the_device():
-    """vLLM's Cleared covers only the device, which no event says: a fleet's own indexes read it from the traits."""
+    """vLLM's Cleared covers only the device, which no event reports: a fleet's own indexes read it from the traits."""
     args = MockEngineArgs(num_gpu_blocks=8, block_size=4)
     workers = [
         KvWorker(

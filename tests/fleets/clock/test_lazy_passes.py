@@ -1,6 +1,6 @@
 """Engines that run passes in one go give the same results as engines that run them one by one.
 
-Each random world is run in three ways. "detailed", the oracle: a listener forces each pass to run by itself. "heard":
+Each random world is run in three ways. "detailed", the oracle: a listener forces each pass to run separately. "heard":
 a sink receives the events. "unheard": there is no sink or listener, so an engine may run ahead without limit.
 """
 
