@@ -1,3 +1,3 @@
-"""Runs of pytest inside pytest, for the tests of what comes in through the hooks."""
+"""Fixtures for runs of pytest inside pytest, which test the plugin's hooks."""
 
 from nested_runs import ids, installed, nested  # noqa: F401 - fixtures

@@ -1,4 +1,4 @@
-"""What the tests of the block managers share: managers to try, and programs to play on them."""
+"""Shared helpers of the block manager tests: managers, and players of recorded programs."""
 
 import random
 from dataclasses import dataclass, field
@@ -21,11 +21,11 @@ POLICIES = {
 }
 
 
-IN_RUNS = ("lineage", "lru")  # the backends whose managers begin in runs
+IN_RUNS = ("lineage", "lru")  # the backends whose managers start in runs
 
 
 def new_manager(backend, num_blocks, block_size=16, *, silent=False, in_runs=True, **options):
-    """A manager as the backend makes it; with `in_runs=False` one that goes block by block from the start."""
+    """Return the manager of a backend; with `in_runs=False` it works block by block from the start."""
     sink = None if silent else CapturingSink()
     return LogicalManager(
         backend=backend,
@@ -39,7 +39,7 @@ def new_manager(backend, num_blocks, block_size=16, *, silent=False, in_runs=Tru
 
 
 def event_rows(events):
-    """Events in the short form of the recordings."""
+    """Return events in the short form of the recordings."""
     rows = []
     for event in events:
         data = event.data
@@ -54,7 +54,7 @@ def event_rows(events):
 
 
 def publish_rows(sink, rows):
-    """Publish the events of a recording, as an engine of the user's own would."""
+    """Publish recorded events as a custom engine would."""
     for kind, event_id, *rest in rows:
         if kind == "S":
             parent, blocks = rest
@@ -64,7 +64,7 @@ def publish_rows(sink, rows):
 
 
 def state_of(manager):
-    """All that a manager shows, to see that nothing changed."""
+    """Return a manager's visible state, to check that it did not change."""
     return (
         manager.active_blocks,
         manager.inactive_blocks(),
@@ -76,7 +76,7 @@ def state_of(manager):
 
 @dataclass
 class Player:
-    """Plays the operations of a recorded program on a manager of ours."""
+    """Plays the operations of a recorded program on one of our managers."""
 
     manager: LogicalManager
     sequences: dict = field(default_factory=dict)
@@ -94,7 +94,7 @@ class Player:
         return [self.block(name) for name in names]
 
     def play(self, operation):
-        """Do one operation, and return its row: value, events, active, references, inactive."""
+        """Execute one operation and return its row: value, events, active, references, inactive."""
         kind, *arguments = operation
         value = getattr(self, f"play_{kind}")(*arguments)
         manager = self.manager
@@ -159,9 +159,7 @@ class Player:
 
 
 def tier_rows(sink):
-    """The events that a sink captured, in the short form of the recordings: a last item names another tier than the
-    device.
-    """
+    """Return captured events in the short form of the recordings; a last item names a tier other than the device."""
     rows = event_rows(sink.events)
     for row, event in zip(rows, sink.router_events, strict=True):
         if event.storage_tier != StorageTier.DEVICE:
@@ -171,7 +169,7 @@ def tier_rows(sink):
 
 
 def host_of(config):
-    """The engine of a recorded program."""
+    """Return the host engine of a recorded program."""
     return HostOffload(
         config["num_g2_blocks"],
         block_bytes=config.get("block_size_bytes") or 0,

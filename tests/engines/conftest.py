@@ -24,7 +24,7 @@ def make_manager(backend):
 
 @pytest.fixture(scope="session")
 def traces():
-    """The folder of request traces, which is no part of the repository."""
+    """The folder of request traces, which is not in the repository."""
     folder = Path(os.environ.get("KVMOCK_TRACES") or ROOT.parent / "shared" / "traces")
     if not folder.is_dir():
         pytest.skip("no request traces: set KVMOCK_TRACES to their folder")

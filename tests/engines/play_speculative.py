@@ -1,4 +1,4 @@
-"""Play recorded programs of engines with a draft model on our managers, and print what differs by program and step.
+"""Play recorded programs of engines with a draft model on our managers; print the differences by program and step.
 
     python tests/engines/play_speculative.py FILE...
 
@@ -20,7 +20,7 @@ SGLANG = players.player("engines/sglang/play_hybrid.py")
 
 
 class VllmPlayer(VLLM.Player):
-    """A manager of vLLM with a draft model under replay."""
+    """A replayed manager of vLLM with a draft model."""
 
     def __init__(self, program):
         super().__init__(program)
@@ -96,18 +96,18 @@ class VllmPlayer(VLLM.Player):
         self.manager.free(self.requests[name])
 
     def beside(self, extra):
-        """Its keys, or None, and where names look ahead the tokens that they look at."""
+        """Return its keys, or None, and the look-ahead tokens of names that look ahead."""
         ahead = extra.get("lookahead_token_ids")
         return [*(super().beside(extra) or [None]), *([] if ahead is None else [ahead])]
 
 
 def vllm_difference(program):
-    """The first difference of a program of vLLM, as text; None if there is none."""
+    """Return the first difference of a program of vLLM as text, or None."""
     return VLLM.difference(program, VllmPlayer)
 
 
 class SglangPlayer(SGLANG.Player):
-    """A cache of SGLang with speculative decoding under replay."""
+    """A replayed cache of SGLang with speculative decoding."""
 
     def __init__(self, program):
         super().__init__(program)
@@ -125,7 +125,7 @@ class SglangPlayer(SGLANG.Player):
 
 
 def played(programs):
-    """Each program's name, and what differs in it, or None; those of SGLang have no geometry."""
+    """Yield each program's name with its difference, or None; programs of SGLang have no geometry."""
     if "geometry" in programs[0]:
         return VLLM.played(programs, vllm_difference)
     return SglangPlayer.played(programs)

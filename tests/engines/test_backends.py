@@ -1,4 +1,4 @@
-"""Backends by name and by spec: what a third party may say, and who knows it."""
+"""Backends by name and by spec: third-party registrations and their visibility."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from pytest_kvmock.values import MoveError, Promote, lineage_hash
 
 @pytest.fixture(autouse=True)
 def _only_built_in_ones():
-    with registered({}):  # the run may have others
+    with registered({}):  # the test run may have others
         yield
 
 
 class NewestFirst(EvictionPolicy):
-    """The least that a policy must say."""
+    """The minimal eviction policy."""
 
     def __init__(self, num_blocks):
         self.num_blocks = num_blocks
@@ -55,7 +55,7 @@ class NewestFirst(EvictionPolicy):
 MINE = BackendSpec.of_policy("mine", NewestFirst, models="nobody", prefix_closed=False)
 
 
-def test_a_policy_alone_makes_a_backend():
+def test_a_backend_can_be_made_from_an_eviction_policy_alone():
     sink = CapturingSink()
     manager = create_manager(MINE, num_blocks=3, sink=sink)
     manager.use([1, 2, 3])
@@ -69,7 +69,7 @@ def test_a_policy_alone_makes_a_backend():
     assert manager.inactive_blocks() == [2]
 
 
-def test_each_manager_has_its_own_policy_which_knows_the_capacity():
+def test_each_manager_gets_its_own_policy_with_its_capacity():
     made = []
     spec = BackendSpec.of_policy("mine", lambda num_blocks: made.append(NewestFirst(num_blocks)) or made[-1], models="")
     create_manager(spec, num_blocks=3)
@@ -78,7 +78,7 @@ def test_each_manager_has_its_own_policy_which_knows_the_capacity():
     assert [policy.num_blocks for policy in made] == [3, 5]
 
 
-def test_what_a_policy_may_leave_out_does_nothing():
+def test_optional_methods_of_an_eviction_policy_do_nothing_by_default():
     policy = NewestFirst(1)
 
     assert policy._collisions == 0
@@ -93,7 +93,7 @@ def test_what_a_policy_may_leave_out_does_nothing():
         type("Nothing", (EvictionPolicy,), {})()
 
 
-def test_a_policy_that_lacks_something_is_named():
+def test_an_incomplete_policy_is_named_in_the_error():
     spec = BackendSpec.of_policy("mine", lambda _: object(), models="nobody")
 
     with pytest.raises(
@@ -110,7 +110,7 @@ def test_a_policy_that_lacks_something_is_named():
         create_manager(MINE, num_blocks=0)
 
 
-def test_a_spec_is_accepted_wherever_a_name_is():
+def test_a_backend_spec_is_accepted_wherever_a_name_is():
     with RouterHarness(backend=MINE) as kv_harness:
         prompt = kv_harness.prompt()
         kv_harness.worker(0).serve(prompt)
@@ -126,7 +126,7 @@ def test_a_spec_is_accepted_wherever_a_name_is():
 
 
 @pytest.mark.parametrize("name", BACKENDS)
-def test_every_backend_has_variants_of_another_name(name):
+def test_every_backend_can_have_variants_under_other_names(name):
     first = BACKENDS[name].variant("first")
     second = first.variant("second")
     assert [create_manager(spec, num_blocks=4).backend for spec in (first, second)] == ["first", "second"]
@@ -149,15 +149,15 @@ VARIANTS = [
 
 
 @pytest.mark.parametrize("spec", VARIANTS, ids=lambda spec: spec.name)
-def test_a_backend_says_the_traits_of_its_workers(spec):
+def test_a_backend_spec_has_the_traits_of_its_workers(spec):
     assert RouterHarness(backend=spec).worker(0).traits == spec.traits
 
 
-def test_a_variant_follows_the_version_that_it_names():
+def test_a_variant_models_the_given_version():
     assert BACKENDS["vllm"].variant("older", version="0.28.0", hash_seed="1").models == "vLLM 0.28.0, hash_seed='1'"
 
 
-def test_a_variant_may_be_in_the_matrix():
+def test_a_variant_is_in_the_matrix_only_on_request():
     assert not BACKENDS["sglang"].variant("lfu", policy="lfu").in_matrix
     assert BACKENDS["sglang"].variant("lfu", policy="lfu", in_matrix=True).in_matrix
 
@@ -171,16 +171,16 @@ def test_a_variant_may_be_in_the_matrix():
         ("hash_cache", {"strict": 1}, "strict must be True or False, got 1"),
     ],
 )
-def test_a_variant_that_its_engine_refuses_is_refused_when_it_is_made(backend, options, message):
+def test_a_variant_with_options_that_its_engine_refuses_is_refused_at_creation(backend, options, message):
     with pytest.raises(ValueError, match=message):
         BACKENDS[backend].variant("variant", **options)
 
 
-def test_a_custom_policy_has_variants_too():
+def test_a_backend_of_a_custom_policy_can_have_variants():
     assert create_manager(MINE.variant("other"), num_blocks=4).backend == "other"
 
 
-def test_a_variant_has_the_options_that_it_has_not_set():
+def test_a_variant_still_accepts_the_options_that_it_does_not_set():
     xxhash = BACKENDS["vllm"].variant("xxhash", hash_algorithm="xxhash")
     assert create_manager(xxhash, num_blocks=4, version="0.24.0").version.name == "0.24.0"
     with pytest.raises(
@@ -208,7 +208,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("field", "message"), WRONG)
-def test_a_wrong_spec_is_refused(field, message):
+def test_an_invalid_backend_spec_is_refused(field, message):
     with pytest.raises(ValueError, match=message):
         BackendSpec(**{"name": "mine", "models": "nobody", "make": MINE.make, **field})
 
@@ -225,13 +225,13 @@ def test_a_wrong_spec_is_refused(field, message):
         ({"num_block": 3}, "unknown profile field 'num_block'; did you mean 'num_blocks'? known: block_size, "),
     ],
 )
-def test_a_wrong_field_of_a_profile_is_refused(fields, message):
+def test_an_invalid_profile_field_is_refused(fields, message):
     with pytest.raises(ValueError) as raised:
         EngineProfile().replace(**fields)
     assert str(raised.value).startswith(message)
 
 
-def test_fields_of_a_profile_may_be_the_least_there_is():
+def test_profile_fields_accept_their_minimum_values():
     least = {"block_size": 1, "num_blocks": 1, "workers": 0, "dp_size": 1, "chunk": 1}
     profile = EngineProfile(**least)
     assert least == {name: getattr(profile, name) for name in least}
@@ -240,7 +240,7 @@ def test_fields_of_a_profile_may_be_the_least_there_is():
 @pytest.mark.parametrize(
     "name", [name for name, spec in BACKENDS.items() if name not in ("lineage", "lru", "multi_lru") and not spec.group]
 )
-def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(
+def test_a_manager_class_and_create_manager_have_the_same_default_sizes(
     name,
 ):  # the class of a hybrid model needs its groups
     made = create_manager(name, num_blocks=4)
@@ -248,7 +248,7 @@ def test_a_manager_made_by_its_class_has_the_sizes_of_one_made_by_name(
     assert (made.block_size, made.dp_rank, made.num_blocks) == (own.block_size, own.dp_rank, own.num_blocks)
 
 
-def test_a_manager_of_vllm_is_cleared_while_nothing_is_in_use():
+def test_a_vllm_manager_can_be_cleared_only_while_no_block_is_in_use():
     worker = RouterHarness(EngineProfile(block_size=4, num_blocks=8), "vllm").worker(0)
     request = worker.prefill(range(9))
     assert (worker.manager.clear(), len(list(worker.manager.resident()))) == (False, 2)
@@ -256,7 +256,7 @@ def test_a_manager_of_vllm_is_cleared_while_nothing_is_in_use():
     assert (worker.manager.clear(), len(list(worker.manager.resident()))) == (True, 0)
 
 
-def test_a_promoted_block_has_the_local_hash_0_where_none_is_given():
+def test_the_local_hash_of_a_promoted_block_defaults_to_0():
     sink = CapturingSink()
     manager = create_manager("lineage", num_blocks=4, sink=sink)
     name = UUID(int=7)
@@ -270,11 +270,11 @@ def test_a_promoted_block_has_the_local_hash_0_where_none_is_given():
 
 
 class Removal:
-    """No move that there is."""
+    """A move of an unknown kind."""
 
 
 @pytest.mark.parametrize("name", ["vllm", "sglang", "mocker_sglang_1_6"])
-def test_a_manager_of_requests_refuses_every_move(name):
+def test_a_manager_that_takes_requests_refuses_every_move(name):
     manager = create_manager(name, num_blocks=4)
     moves = {
         "Use": lambda: manager.use([1]),
@@ -298,12 +298,12 @@ def test_the_removed_mock_of_sglang_is_refused_with_its_replacement(ask):
     )
 
 
-def test_a_policy_that_cannot_be_made_is_refused():
+def test_a_policy_that_is_not_callable_is_refused():
     with pytest.raises(ValueError, match="backend 'mine': policy must be callable, got <"):
         BackendSpec.of_policy("mine", NewestFirst(1), models="nobody")
 
 
-def test_names_are_known_while_they_are_registered_and_in_no_inner_registration():
+def test_backend_names_are_known_only_inside_their_innermost_registration():
     other = BackendSpec("other", "nobody", MINE.make)
     with registered({"mine": MINE}):
         assert list(known_backends()) == [*BACKENDS, "mine"]
@@ -317,7 +317,7 @@ def test_names_are_known_while_they_are_registered_and_in_no_inner_registration(
     assert "mine" not in BACKENDS
 
 
-def test_registrations_end_when_an_exception_is_raised():
+def test_an_exception_ends_a_registration():
     with pytest.raises(OSError, match="x"), registered({"mine": MINE}):
         raise OSError("x")
     assert dict(BACKENDS) == known_backends()

@@ -1,4 +1,4 @@
-"""What users say of the tiers below the device."""
+"""The options of users for the tiers below the device."""
 
 import pytest
 
@@ -24,7 +24,7 @@ from pytest_kvmock.engines.dynamo.eviction.lru import LruPolicy
         (Tiers(9), Tiers(9)),
     ],
 )
-def test_tiers_are_read(given, tiers):
+def test_every_form_of_tiers_is_read(given, tiers):
     assert tiers == Tiers.of(given)
     assert tiers == Tiers.of(tiers.to_dict())
 
@@ -91,7 +91,7 @@ def test_tiers_are_read(given, tiers):
         ),
     ],
 )
-def test_a_wrong_tier_is_reported_in_one_line(given, message):
+def test_an_invalid_tier_is_reported_in_one_line(given, message):
     with pytest.raises(ValueError) as error:
         Tiers.of(given)
     assert str(error.value) == message
@@ -112,13 +112,13 @@ def test_a_wrong_tier_is_reported_in_one_line(given, message):
         ),
     ],
 )
-def test_a_wrong_file_is_reported_in_one_line(more, message):
+def test_an_invalid_file_is_reported_in_one_line(more, message):
     with pytest.raises(ValueError) as error:
         Tiers.of({"host": 4, **more})
     assert str(error.value) == message
 
 
-def test_files_are_below_the_host_of_vllm_alone():
+def test_files_are_accepted_only_below_the_host_of_plain_vllm():
     with pytest.raises(ValueError, match="'files' is not for this backend"):
         create_manager("lineage", num_blocks=4, tiers={"host": 4, "files": True})
     with pytest.raises(
@@ -128,7 +128,7 @@ def test_files_are_below_the_host_of_vllm_alone():
 
 
 @pytest.mark.parametrize("tier", ["g3", "disk", "g4", "external"])
-def test_a_tier_that_is_not_a_key_is_refused_and_says_what_there_is(tier):
+def test_an_unsupported_tier_is_refused_with_the_supported_tiers(tier):
     with pytest.raises(ValueError) as error:
         Tiers.of({"host": 4, tier: 8})
     assert str(error.value) == (
@@ -138,14 +138,14 @@ def test_a_tier_that_is_not_a_key_is_refused_and_says_what_there_is(tier):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
-def test_a_manager_with_tiers_has_its_own_engine(backend):
+def test_each_dynamo_manager_with_tiers_has_its_own_offload_engine(backend):
     first, second = (create_manager(backend, num_blocks=4, block_size=4, tiers={"host": 10}) for _ in range(2))
     assert first.offload.num_blocks == 10
     assert first.offload is not second.offload
     assert None is create_manager(backend, num_blocks=4).offload
 
 
-def test_vllm_has_its_own_host():
+def test_each_vllm_manager_with_tiers_has_its_own_host():
     first, second = (create_manager("vllm", num_blocks=4, block_size=4, tiers={"host": 10}) for _ in range(2))
     assert first.offload.num_blocks == 10
     assert first.offload is not second.offload
@@ -165,7 +165,7 @@ def test_vllm_has_its_own_host():
         {"async_scheduling": True},
     ],
 )
-def test_dynamo_s_hosts_refuse_what_vllm_s_has_by_name(value):
+def test_dynamo_hosts_refuse_the_tier_options_of_vllm_by_name(value):
     (name,) = value
     with pytest.raises(ValueError) as error:
         create_manager("lineage", num_blocks=4, tiers={"host": 10, **value})
@@ -175,7 +175,7 @@ def test_dynamo_s_hosts_refuse_what_vllm_s_has_by_name(value):
     )
 
 
-def test_vllm_s_host_refuses_what_dynamo_s_have_by_name():
+def test_the_vllm_host_refuses_the_tier_options_of_dynamo_by_name():
     with pytest.raises(ValueError) as error:
         create_manager("vllm", num_blocks=4, tiers={"host": 10, "batch": 2})
     assert str(error.value) == (
@@ -185,7 +185,7 @@ def test_vllm_s_host_refuses_what_dynamo_s_have_by_name():
     )
 
 
-def test_vllm_s_host_is_that_of_the_release_that_was_recorded():
+def test_the_vllm_host_is_refused_for_releases_without_recordings():
     with pytest.raises(ValueError, match=r"^tiers are those of vLLM 0\.33\.0; got version '0\.19\.1'$"):
         create_manager("vllm", num_blocks=4, version="0.19.1", tiers={"host": 10})
 
@@ -199,14 +199,14 @@ def test_other_backends_refuse_tiers_in_one_line(backend):
 
 
 @pytest.mark.parametrize("backend", ["vllm_qwen3_next", "vllm_gemma4", "vllm_llama4", "vllm_mtp"])
-def test_hybrid_models_and_draft_models_of_vllm_take_a_host(backend):
+def test_hybrid_models_and_draft_models_of_vllm_accept_a_host(backend):
     assert create_manager(backend, num_blocks=64, tiers={"host": 100}).offload.num_blocks == 100
 
 
 @pytest.mark.parametrize(
     "backend", [*BACKENDS, BackendSpec.of_policy("mine", lambda num_blocks: LruPolicy(), models="-")]
 )
-def test_none_means_no_tiers_over_every_backend(backend):
+def test_tiers_none_means_no_tiers_over_every_backend(backend):
     assert None is getattr(create_manager(backend, num_blocks=4, tiers=None), "offload", None)
     variant = backend_spec(backend).variant("other", tiers=None)
     assert None is getattr(create_manager(variant, num_blocks=4, tiers=None), "offload", None)
@@ -214,7 +214,7 @@ def test_none_means_no_tiers_over_every_backend(backend):
     assert None is kv.worker(0).tiers
 
 
-def test_a_custom_policy_takes_no_tiers():
+def test_a_custom_policy_refuses_tiers():
     spec = BackendSpec.of_policy("mine", lambda num_blocks: LruPolicy(), models="none")
     with pytest.raises(ValueError, match="backend 'mine' takes no tiers"):
         create_manager(spec, num_blocks=4, tiers={"host": 10})
@@ -228,7 +228,7 @@ def test_the_default_batch_is_the_largest_whose_square_fits():
     assert engine.batch_size == 3
 
 
-def test_the_bytes_of_a_token_are_a_number_that_dynamo_can_write():
+def test_bytes_per_token_is_limited_to_63_bits():
     assert Tiers(10, bytes_per_token=2**63 - 1).bytes_per_token == 2**63 - 1
     with pytest.raises(
         ValueError, match=r"^tiers: bytes_per_token must be an integer of at least 0 and at most 2\*\*63 - 1, got"

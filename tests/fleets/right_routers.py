@@ -1,4 +1,4 @@
-"""Right routers of eight kinds, three workloads, and the settings in which they are judged.
+"""Correct routers of eight kinds, their workloads, and the settings in which they are checked.
 
 Three of them follow the events (Dynamo's cost, llm-d's scorers, SGLang's rule). Five are policies that people use
 without an index, each by its own rule: the least load, the fewest requests, the better of two, sessions that keep their
@@ -17,7 +17,7 @@ BLOCK = 16
 
 
 class Scorers(RightRouter):
-    """llm-d's default: prefix 3, queue 2, KV cache usage 2; each from 0 to 1, the best sum wins."""
+    """llm-d's default scorers: prefix 3, queue 2, KV cache usage 2; each scores from 0 to 1, the highest sum wins."""
 
     def pick(self, request, candidates):
         overlaps = self.overlap(request)
@@ -35,8 +35,8 @@ class Scorers(RightRouter):
 
 
 class CacheAware(RightRouter):
-    """SGLang's rule: a tree of what was sent where; the longest match above a half, else the smallest tree; by load
-    where uneven.
+    """SGLang's rule over a tree of sent prompts: the longest match if above half of the prompt, else the smallest tree;
+    the least load if loads are uneven.
     """
 
     def __init__(self, *args, **options):
@@ -80,7 +80,7 @@ ROUTERS = (RightRouter, Scorers, CacheAware)
 
 
 class Policy:
-    """One that needs no events."""
+    """A router that needs no events."""
 
     def __init__(self, seed=0):
         self.rng = Random(seed)
@@ -91,21 +91,21 @@ class Policy:
 
 
 class LeastLoad(Policy):
-    """Fewest blocks in use and blocks of prompts that are yet to be computed."""
+    """Picks the worker with the fewest blocks in use plus blocks of prompts not yet computed."""
 
     def pick(self, request, candidates):
         return self.least(candidates, lambda each: each.decode_blocks + each.prefill_tokens / request.block_size)
 
 
 class LeastRequest(Policy):
-    """Fewest open requests."""
+    """Picks the worker with the fewest open requests."""
 
     def pick(self, request, candidates):
         return self.least(candidates, lambda each: each.active_requests)
 
 
 class TwoChoices(Policy):
-    """Of two drawn at random the one with fewer open requests."""
+    """Draws two workers at random and picks the one with fewer open requests."""
 
     def pick(self, request, candidates):
         two = self.rng.sample(candidates, min(2, len(candidates)))
@@ -113,8 +113,8 @@ class TwoChoices(Policy):
 
 
 class Sticky(Policy):
-    """A session stays where its first turn went, to the fewest open requests, until that worker is gone; what has
-    none likewise.
+    """Keeps a session on the worker of its first turn until that worker is gone. First turns, and requests without a
+    session, go to the worker with the fewest open requests.
     """
 
     def __init__(self, seed=0):
@@ -129,13 +129,13 @@ class Sticky(Policy):
 
 
 class Prefixes(Policy):
-    """AIBrix's prefix-cache: a table of what was sent where, of the last minute; by fewest requests where loads are
-    uneven by 8, or nothing matches.
+    """AIBrix's prefix-cache rule over a table of the blocks sent in the last minute; the fewest requests if loads
+    differ by more than 8 or no block matches.
     """
 
     def __init__(self, seed=0):
         super().__init__(seed)
-        self.sent = {}  # by block: when it was sent to which worker
+        self.sent = {}  # by block: the time at which it was sent to each worker
 
     def pick(self, request, candidates):
         open_ = {each.worker: each.active_requests for each in candidates}
@@ -164,7 +164,7 @@ POLICIES = (LeastLoad, LeastRequest, TwoChoices, Sticky, Prefixes)
 
 
 def tenants(seed, count=400, gap_ms=12):
-    """Each begins with one of 24 system prompts, by Zipf; Poisson arrivals."""
+    """Requests that begin with one of 24 system prompts, drawn by Zipf's law; Poisson arrivals."""
     rng, ids = Random(seed), iter(range(10**9))
     prompts = [[next(ids) for _ in range(rng.randint(8, 32))] for _ in range(24)]
     weights = [1 / rank for rank in range(1, 25)]
@@ -177,7 +177,7 @@ def tenants(seed, count=400, gap_ms=12):
 
 
 def chats(seed, count=400, groups=8, interval_ms=60, delay_ms=(200, 2000)):
-    """Conversations over a few prefixes."""
+    """Conversations that share a few prefixes."""
     return list(
         synthetic_trace(
             count,
@@ -195,21 +195,21 @@ def chats(seed, count=400, groups=8, interval_ms=60, delay_ms=(200, 2000)):
 
 
 def wide_chats(seed, count=400):
-    """Conversations for twice the workers: over twice the prefixes."""
+    """Conversations for twice as many workers, with twice as many prefixes."""
     return chats(seed, count, groups=16)
 
 
 def sparse(seed, count=400):
-    """Tenants whose requests come so far apart that most find an idle fleet."""
+    """Tenants whose requests are so far apart that most find an idle fleet."""
     return tenants(seed, count, gap_ms=240)
 
 
 def sparse_chats(seed, count=400):
-    """Conversations of few users, each of whom thinks for a long time."""
+    """Conversations of a few users with long pauses."""
     return chats(seed, count, interval_ms=600, delay_ms=(2000, 20_000))
 
 
-# (trace, workers, blocks of each, late by ms, what happens to worker 1 in the midst of it)
+# (trace, workers, blocks per worker, event delay in ms, incident of worker 1 during the run)
 SETTINGS = {
     "tenants": (tenants, 4, 400, 0, None),
     "chats": (chats, 4, 560, 0, None),
@@ -232,15 +232,15 @@ SETTINGS = {
 }
 
 SPARSE = tuple(name for name in SETTINGS if "sparse" in name)
-"""Where most requests find an idle fleet: nothing speaks against the worker that holds most, however uneven that is."""
+"""Settings with a mostly idle fleet: the worker with the most cached blocks is right, however uneven the result."""
 
 CALM = ("chats", "eight", "two", "three", "two_tenants", "three_tenants", *SPARSE)
-"""Where a router that knows no caches is below saturation too; in the other settings it has to compute more than
-four engines can."""
+"""Settings in which a router without cache information is also below saturation; in the others it has to compute more
+than four engines can."""
 
 
 def run(router, setting, seed, count=400):
-    """The report of a right router, or of one to compare with, in a setting."""
+    """Return the report of a correct router, or of a baseline, in a setting."""
     rows, workers, blocks, late_ms, incident = SETTINGS[setting]
     args = MockEngineArgs(num_gpu_blocks=blocks, block_size=BLOCK)
     if issubclass(router, RightRouter):
@@ -255,12 +255,12 @@ def run(router, setting, seed, count=400):
 
 @cache
 def baselines(setting, seed, count=400):
-    """What round robin and the least load make of it."""
+    """Return the reports of round robin and of the least load in a setting."""
     return run(RoundRobin, setting, seed, count), run(LeastLoaded, setting, seed, count)
 
 
 def failures(router, setting, seed, count=400):
-    """The assertions that a right router fails, by name."""
+    """Return the names of the assertions that a correct router fails."""
     report = run(router, setting, seed, count)
     turns, loads = baselines(setting, seed, count)
     asked = {

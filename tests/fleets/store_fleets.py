@@ -1,4 +1,4 @@
-"""Fleets whose workers share a folder, and a router that knows whose a block is."""
+"""Fleets whose workers share a folder, and a router with an index of block owners."""
 
 from pytest_kvmock import RadixIndex, StorageTier
 from pytest_kvmock.engines import MockEngineArgs, Tiers
@@ -13,7 +13,7 @@ PROMPTS = [range(1000 * at, 1000 * at + 8 * SIZE) for at in range(4)]
 
 
 def engine(num_blocks=10, host=16, **tiers):
-    """An engine of vLLM whose device holds one prompt, and its host two; all of them are in its folder."""
+    """Return a vLLM engine whose device holds one prompt and its host two; its folder holds all prompts."""
     spec = backend_spec("vllm")
     below = Tiers.of({"host": host, **({"files": True} | tiers)})
 
@@ -25,7 +25,7 @@ def engine(num_blocks=10, host=16, **tiers):
 
 
 def serve(fleet, worker, prompts=PROMPTS, fillers=3):
-    """Have an engine serve prompts, and then others until its device and its host have none of these."""
+    """Let an engine serve prompts, and then others until its device and host hold none of the first ones."""
     others = [range(10**6 + 1000 * at, 10**6 + 1000 * at + 8 * SIZE) for at in range(fillers)]
     for prompt in (*prompts, *others):
         fleet.engines[worker].submit([*prompt, 7], 1)
@@ -33,14 +33,14 @@ def serve(fleet, worker, prompts=PROMPTS, fillers=3):
 
 
 def asked(prompts=PROMPTS, apart_ms=2000.0, first=0):
-    """The prompts again, each with a token more."""
+    """Return requests of the same prompts, each with one more token."""
     return [FleetRequest([*each, 99 + first + at], 1, apart_ms * at) for at, each in enumerate(prompts)]
 
 
 class OfOwners(RightRouter):
-    """A right router with an index of owners; it notes the tokens that engines reused."""
+    """A correct router with an index of owners; it records the tokens that engines reused."""
 
-    worker = None  # it picks this one
+    worker = None  # the worker that it always picks
 
     def __init__(self, workers=range(3), stores=STORES):
         super().__init__(workers, copies=True)

@@ -1,6 +1,4 @@
-"""Clients that go away while a fleet serves: wherever their requests are, the router is told once, and nothing is
-left of them.
-"""
+"""Aborted requests of a fleet: wherever they are, the router is notified once, and they leave no entry or block."""
 
 from collections import Counter
 
@@ -18,7 +16,7 @@ SIZE = 4
 
 
 class Told(RightRouter):
-    """A right router that notes what it is told of requests, and may let requests wait."""
+    """A correct router that records its hooks and can let requests wait."""
 
     def __init__(self, workers=2, most=None, **options):
         super().__init__(range(workers) if isinstance(workers, int) else workers, **options)
@@ -58,7 +56,7 @@ def engines(count=2, backend="vllm", blocks=400, **options):
 
 
 def requests(count=6, output=20, length=40, apart=10.0, **of_one):
-    """Requests of distinct prompts; `of_one` has for some of them, by "_number", further fields."""
+    """Return requests with distinct prompts; `of_one` has further fields of single requests, by "_number"."""
     fields = {int(name[1:]): value for name, value in of_one.items()}
     return [
         FleetRequest(range(1000 * at, 1000 * at + length), output, apart * at, **fields.get(at, {}))
@@ -67,7 +65,7 @@ def requests(count=6, output=20, length=40, apart=10.0, **of_one):
 
 
 def check_told(router, report):
-    """`finished` once for each `dispatched`, never without; nothing after it; nothing is left in the books."""
+    """Assert one `finished` for each `dispatched`, none without, no hook after it, and empty load books."""
     open_now = set()
     over = set()
     for hook, number, status in router.told:
@@ -93,7 +91,7 @@ def check_told(router, report):
 # ------------------------------------------------------------------------------------------------ where it may strike
 
 
-def test_one_in_the_queue_of_its_engine_leaves_without_a_token():
+def test_a_request_aborted_in_the_queue_of_its_engine_gets_no_token():
     router = Told()
     report = Fleet(engines(max_num_seqs=1), router).run(requests(apart=1.0, _4={"abort_after_ms": 30}))
     assert router.of(4) == [("dispatched", "running"), ("finished", "aborted")]
@@ -106,7 +104,7 @@ def test_one_in_the_queue_of_its_engine_leaves_without_a_token():
     check_told(router, report)
 
 
-def test_one_in_prefill_between_chunks_leaves_without_a_token():
+def test_a_request_aborted_between_prefill_chunks_gets_no_token():
     router = Told()
     fleet = Fleet(engines(max_num_batched_tokens=16), router)
     report = fleet.run(requests(2, length=200, _1={"abort_after_ms": 40}))
@@ -117,7 +115,7 @@ def test_one_in_prefill_between_chunks_leaves_without_a_token():
     check_told(router, report)
 
 
-def test_one_in_decode_gets_no_token_of_the_pass_under_way():
+def test_a_request_aborted_in_decode_gets_no_token_of_the_current_pass():
     router = Told(1)
     fleet = planned(Fleet(engines(1), router), plans=False)
     fleet.at(100.0).abort(0)
@@ -128,7 +126,7 @@ def test_one_in_decode_gets_no_token_of_the_pass_under_way():
     check_told(router, report)
 
 
-def test_the_first_token_of_that_pass_is_dropped_with_its_signal():
+def test_an_abort_during_prefill_drops_the_first_token_and_its_hook():
     router = Told(1)
     report = Fleet(engines(1), router).run(requests(1, _0={"abort_after_ms": 1}))
     assert router.of(0) == [("dispatched", "running"), ("finished", "aborted")]
@@ -139,14 +137,14 @@ def test_the_first_token_of_that_pass_is_dropped_with_its_signal():
     ) == ("aborted", [], 40)
 
 
-def test_its_last_token_is_dropped_too():
+def test_an_abort_drops_the_last_token_of_the_current_pass():
     router = Told(1)
     report = Fleet(engines(1), router).run(requests(1, output=1, _0={"abort_after_ms": 1}))
     assert router.of(0) == [("dispatched", "running"), ("finished", "aborted")]
     assert (report.requests[0].status, report.requests[0].generated_tokens, report.aborted) == ("aborted", 0, 1)
 
 
-def test_an_abort_after_n_tokens_lets_n_tokens_out():
+def test_abort_after_tokens_aborts_a_request_after_n_tokens():
     router = Told()
     report = Fleet(engines(), router).run(requests(_0={"abort_after_tokens": 1}, _3={"abort_after_tokens": 7}))
     assert [report.requests[at].generated_tokens for at in (0, 3)] == [1, 7]
@@ -154,7 +152,7 @@ def test_an_abort_after_n_tokens_lets_n_tokens_out():
     check_told(router, report)
 
 
-def test_one_that_waits_in_the_router_is_withdrawn():
+def test_a_request_aborted_in_the_router_queue_is_withdrawn():
     router = Told(most=1)
     fleet = Fleet(engines(), router)
     fleet.at(60.0).abort(2)
@@ -165,7 +163,7 @@ def test_one_that_waits_in_the_router_is_withdrawn():
     check_told(router, report)
 
 
-def test_a_withdrawn_request_is_not_among_the_waiting_ones():
+def test_a_withdrawn_request_is_no_longer_offered_to_next_waiting():
     offered = []
 
     class Ordered(Told):
@@ -182,7 +180,7 @@ def test_a_withdrawn_request_is_not_among_the_waiting_ones():
     assert after == [[3]] * len(after) != []
 
 
-def test_the_request_after_an_aborted_one_is_picked_even_if_nothing_runs():
+def test_a_request_behind_an_aborted_one_is_picked_even_if_nothing_runs():
     class Never(Told):
         def pick(self, request, candidates):
             return None if request.number == 0 else super().pick(request, candidates)
@@ -198,7 +196,7 @@ def test_the_request_after_an_aborted_one_is_picked_even_if_nothing_runs():
     assert router.of(0) == [("withdrawn", "aborted")]
 
 
-def test_a_router_without_the_hook_is_told_by_the_status_alone():
+def test_a_router_without_a_withdrawn_hook_sees_the_abort_in_the_request_status():
     seen = []
 
     class Silent(RightRouter):
@@ -212,7 +210,7 @@ def test_a_router_without_the_hook_is_told_by_the_status_alone():
     assert (seen[0].status, report.aborted, tuple(report.beliefs)) == ("aborted", 1, ())
 
 
-def test_one_that_was_lost_and_waits_is_withdrawn_and_not_finished_again():
+def test_a_lost_request_that_waits_is_withdrawn_and_not_finished_again():
     class Reluctant(Told):
         def pick(self, request, candidates):
             return None if request.attempt > 1 else super().pick(request, candidates)
@@ -231,7 +229,7 @@ def test_one_that_was_lost_and_waits_is_withdrawn_and_not_finished_again():
     check_told(router, report)
 
 
-def test_one_that_a_crash_meets_before_its_engine_has_acted_is_not_sent_again():
+def test_an_aborted_request_on_a_crashed_engine_is_not_sent_again():
     router = Told()
     fleet = Fleet(engines(), router)
     fleet.at(100.0).abort(0)
@@ -247,14 +245,14 @@ def test_one_that_a_crash_meets_before_its_engine_has_acted_is_not_sent_again():
 
 
 @pytest.mark.parametrize("backend", ["sglang", "mocker_sglang_1_6"])
-def test_engines_of_sglangs_type_end_it_as_theirs_do(backend):
+def test_sglang_engines_of_a_fleet_end_an_aborted_request_as_alone(backend):
     router = Told()
     report = Fleet(engines(backend=backend), router).run(requests(_2={"abort_after_tokens": 5}))
     assert 5 + (backend == "sglang") == report.requests[2].generated_tokens
     check_told(router, report)
 
 
-def test_a_listener_of_an_engine_calls_a_request_off():
+def test_a_listener_of_an_engine_can_abort_a_request():
     router = Told()
     fleet = Fleet(made := engines(), router)
     made[0].on_pass(lambda done: [each.abort() for each in done.generated if len(each.token_ms) == 3 and each.is_open])
@@ -265,7 +263,7 @@ def test_a_listener_of_an_engine_calls_a_request_off():
     assert [each.inside.on_abort for each in made] == [None, None]
 
 
-def test_a_router_calls_a_request_off_in_a_hook():
+def test_a_router_can_abort_a_request_in_a_hook():
     class Impatient(Told):
         def first_token(self, request):
             super().first_token(request)
@@ -279,7 +277,7 @@ def test_a_router_calls_a_request_off_in_a_hook():
     check_told(router, report)
 
 
-def test_one_that_would_leave_after_the_stop_is_unfinished():
+def test_a_planned_abort_after_stop_ms_is_missed():
     class Never(Told):
         def pick(self, request, candidates):
             return None
@@ -292,7 +290,7 @@ def test_one_that_would_leave_after_the_stop_is_unfinished():
 # ------------------------------------------------------------------------------------------- what comes after it
 
 
-def test_the_next_turn_of_its_session_comes_as_after_an_end():
+def test_the_next_turn_of_a_session_follows_an_aborted_turn():
     rows = [
         FleetRequest(range(40), 50, 0.0, "one", abort_after_ms=100),
         FleetRequest(range(60), 4, None, "one", 25.0),
@@ -304,7 +302,7 @@ def test_the_next_turn_of_its_session_comes_as_after_an_end():
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm"])
-def test_its_place_in_a_closed_loop_is_free(backend):
+def test_an_aborted_request_frees_its_place_in_a_closed_loop(backend):
     rows = requests(3, output=50, _0={"abort_after_ms": 100})
     report = Fleet(engines(backend=backend), Told(), concurrency=1).run(rows)
     assert [each.status for each in report.requests] == ["aborted", "finished", "finished"]
@@ -312,7 +310,7 @@ def test_its_place_in_a_closed_loop_is_free(backend):
 
 
 @pytest.mark.parametrize("concurrency", [None, 1])
-def test_the_client_returns_with_a_new_request(concurrency):
+def test_retry_after_ms_submits_a_new_request_after_an_abort(concurrency):
     rows = [
         FleetRequest(range(40), 30, 0.0, "one", abort_after_tokens=2, retry_after_ms=70.0),
         FleetRequest(range(60), 4, None, "one", 25.0),
@@ -331,7 +329,7 @@ def test_the_client_returns_with_a_new_request(concurrency):
 # ------------------------------------------------------------------------------------------------------ the report
 
 
-def test_an_aborted_request_counts_at_its_worker_and_not_as_completed():
+def test_an_aborted_request_counts_for_its_worker_but_not_as_completed():
     rows = requests(8, _1={"abort_after_tokens": 2}, _5={"abort_after_ms": 1})
     report = Fleet(engines(), Told(), slo=Objectives(ttft_ms=1e6)).run(rows)
     assert (
@@ -350,7 +348,7 @@ def test_an_aborted_request_counts_at_its_worker_and_not_as_completed():
         report.assert_slo(ttft_ms=0)
 
 
-def test_its_blocks_are_some_of_the_ideal():
+def test_blocks_of_an_aborted_request_count_for_the_ideal_hit_ratio():
     rows = [
         FleetRequest(range(40), 20, 0.0, abort_after_ms=1.0),
         FleetRequest(range(41), 4, 400.0),
@@ -360,7 +358,7 @@ def test_its_blocks_are_some_of_the_ideal():
     assert report.figure("hit_ratio")
 
 
-def test_balance_says_how_many_of_a_workers_requests_were_called_off():
+def test_assert_balanced_notes_the_aborted_requests_of_a_worker():
     class First(Told):
         def pick(self, _request, candidates):
             return candidates[0].worker
@@ -372,9 +370,9 @@ def test_balance_says_how_many_of_a_workers_requests_were_called_off():
         report.assert_balanced()
 
 
-def test_what_did_not_happen_is_missed():
+def test_aborts_that_did_not_happen_are_reported_as_missed():
     fleet = Fleet(engines(), Told())
-    fleet.at(5.0).abort(3)  # it arrives later
+    fleet.at(5.0).abort(3)  # the request arrives later
     fleet.at(7.0).abort(77)
     fleet.at(1e6).abort(0)
     rows = requests(4, output=6, _1={"abort_after_tokens": 6}, _2={"abort_after_ms": 5e5, "abort_after_tokens": 2})
@@ -398,14 +396,14 @@ def test_an_abort_is_missed_if_sglang_ends_the_request_first():
     check_told(router, report)
 
 
-def test_where_all_were_called_off_no_objective_is_kept_or_missed():
+def test_assert_slo_is_refused_if_all_requests_were_aborted():
     report = Fleet(engines(), Told()).abort_share(1.0, within_ms=1.0).run(requests(4, output=1))
     assert report.aborted == 4
     with pytest.raises(ValueError, match=r"^assert_slo: all 4 requests were called off: there was nothing to judge$"):
         report.assert_slo(ttft_ms=1e6)
 
 
-def test_runs_that_call_off_others_are_of_another_trace():
+def test_planned_aborts_change_the_trace_digest():
     digests = [
         Fleet(engines(), Told()).run(requests(_0=fields)).run.trace_digest
         for fields in ({}, {"abort_after_ms": 5e5}, {"abort_after_tokens": 5})
@@ -413,7 +411,7 @@ def test_runs_that_call_off_others_are_of_another_trace():
     assert len(set(digests)) == 3
 
 
-def test_its_page_can_be_made(tmp_path):
+def test_a_page_can_be_made_of_a_run_with_aborts(tmp_path):
     rows = requests(12, apart=3.0, _3={"abort_after_ms": 1}, _5={"abort_after_tokens": 2}, _9={"abort_after_ms": 1})
     report = Fleet(engines(), Told(most=6), record=True).run(rows)
     assert (report.aborted, report.run.facts.withdrawn) == (3, 1)
@@ -422,7 +420,7 @@ def test_its_page_can_be_made(tmp_path):
     assert [row.request.status for row in report.run.served if row.request.status != "finished"] == ["aborted"] * 2
 
 
-def test_planned_aborts_are_for_one_run():
+def test_planned_aborts_apply_to_one_run():
     fleet = Fleet(engines(), Told())
     fleet.at(100.0).abort(0)
     assert (fleet.run(requests(output=50)).aborted, fleet.run(requests(output=50)).aborted) == (1, 0)
@@ -431,7 +429,7 @@ def test_planned_aborts_are_for_one_run():
 # ------------------------------------------------------------------------------------------------------------ a share
 
 
-def test_a_share_of_any_trace_can_be_called_off():
+def test_abort_share_aborts_a_reproducible_share_of_any_trace():
     trace = list(
         synthetic_trace(
             150, seed=3, block_size=SIZE, input_tokens=(1, 60), output_tokens=(2, 40), interval_ms=20, turns=(1, 3)
@@ -452,7 +450,7 @@ def test_a_share_of_any_trace_can_be_called_off():
     assert Fleet(engines(), Told()).abort_share(0).run(trace).aborted == 0
 
 
-def test_a_share_leaves_those_alone_that_say_when_themselves():
+def test_abort_share_does_not_change_requests_with_their_own_abort():
     rows = requests(20, _3={"abort_after_tokens": 5})
     report = Fleet(engines(), Told()).abort_share(1.0, within_ms=0).run(rows)
     assert (report.aborted, report.requests[3].generated_tokens) == (20, 5)
@@ -502,7 +500,7 @@ def test_a_share_leaves_those_alone_that_say_when_themselves():
         ),
     ],
 )
-def test_bad_input_is_refused_in_one_line_and_changes_nothing(call, message):
+def test_invalid_aborts_are_refused_in_one_line_and_change_nothing(call, message):
     fleet = Fleet(engines(), Told())
     with pytest.raises(ValueError) as raised:
         call(fleet)
@@ -598,7 +596,7 @@ def run_world(world, *, plans):
 @worth_its_time
 @given(worlds())
 @settings(max_examples=examples(600), deadline=None)
-def test_with_plans_and_without_the_same_comes_out(world):
+def test_runs_with_aborts_are_the_same_with_and_without_plans(world):
     assert run_world(world, plans=True) == run_world(world, plans=False)
 
 
@@ -606,7 +604,7 @@ def test_with_plans_and_without_the_same_comes_out(world):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6", "vllm_gpt_oss"])
-def test_a_reproduction_replays_it(backend):
+def test_a_reproduction_replays_aborts(backend):
     size = 16
     with RouterHarness(EngineProfile(block_size=size, num_blocks=400, workers=2), backend) as kv:
         fleet = kv.fleet(Told(copies=backend == "vllm"))
@@ -632,7 +630,7 @@ def test_a_reproduction_replays_it(backend):
         assert sorted(events) == sorted(str(each.event) for each in kv.events)
 
 
-def test_a_router_that_leaks_on_aborted_is_found():
+def test_a_router_that_leaks_aborted_requests_is_reported():
     class Leaks(Told):
         def finished(self, request):
             if request.status != "aborted":
@@ -644,7 +642,7 @@ def test_a_router_that_leaks_on_aborted_is_found():
     assert "they differ since finished(request 1)" in belief.observed
 
 
-def test_what_a_router_raises_as_a_request_is_withdrawn_is_its_error():
+def test_an_error_in_the_withdrawn_hook_is_a_router_error():
     class Fails(Told):
         def withdrawn(self, request):
             raise KeyError(request.number)
@@ -655,7 +653,7 @@ def test_what_a_router_raises_as_a_request_is_withdrawn_is_its_error():
         fleet.run(requests(4))
 
 
-def test_dynamos_router_keeps_nothing_of_those_that_left():
+def test_the_dynamo_router_keeps_no_entry_of_aborted_requests():
     router = DynamoRouter("1.6.1", router_queue_threshold=0.1)
     fleet = Fleet(engines(max_num_batched_tokens=64), router).abort_share(0.7, seed=4, within_ms=300)
     report = fleet.run(requests(60, apart=2.0))

@@ -1,6 +1,4 @@
-"""When requests of a trace arrive: worked examples of open and closed loops, and of sessions, all as Dynamo's replay
-has them.
-"""
+"""Arrival times of a trace: worked examples of open loops, closed loops and sessions, as in Dynamo's replay."""
 
 import math
 
@@ -20,7 +18,7 @@ def arrivals(turns, concurrency=None, speedup=1.0, *, sessions_keep_place=False,
 
 
 def played(queue, serve_ms):
-    """Serve requests, each as long as `serve_ms` after it arrived; return (name, arrival) of each, in order."""
+    """Serve each request for `serve_ms` from its arrival; return (name, arrival) of each, in order."""
     seen, under_way, now = [], [], 0.0
     while now < math.inf:
         for end, done in sorted(under_way, key=lambda pair: pair[0]):
@@ -45,7 +43,7 @@ def played(queue, serve_ms):
         pytest.param([(1, 0), (2, 0), (3, 100)], (0, 500, 900), 2, 1.0, id="closed loop of two"),
     ],
 )
-def test_requests_without_sessions(expected, timestamps, concurrency, speedup):
+def test_requests_without_sessions_arrive_in_the_expected_order(expected, timestamps, concurrency, speedup):
     turns = [turn(name, timestamp) for name, timestamp in enumerate(timestamps, 1)]
     assert played(arrivals(turns, concurrency, speedup), 100) == expected
 
@@ -53,7 +51,7 @@ def test_requests_without_sessions(expected, timestamps, concurrency, speedup):
 @pytest.mark.parametrize(
     ("expected", "concurrency"), [([(1, 100), (2, 104)], None), ([(1, 100), (2, 200)], 1)], ids=["open", "closed"]
 )
-def test_the_first_arrives_when_the_clock_starts(expected, concurrency):
+def test_the_first_request_arrives_at_the_start_of_the_clock(expected, concurrency):
     queue = arrivals([turn(1, 3), turn(2, 11)], concurrency, 2.0, start_ms=100.0)
     assert queue.next_ms == 100.0
     assert played(queue, 100) == expected
@@ -69,12 +67,12 @@ def test_the_first_arrives_when_the_clock_starts(expected, concurrency):
         pytest.param(100, {}, 1.0, id="neither"),
     ],
 )
-def test_a_turn_waits_for_the_one_before_it(expected, second, speedup):
+def test_a_turn_waits_for_the_previous_turn_of_its_session(expected, second, speedup):
     turns = [turn(1, 0, "a"), turn(2, session="a", **second)]
     assert played(arrivals(turns, speedup=speedup), 100) == [(1, 0), (2, expected)]
 
 
-def test_a_turn_without_a_timestamp_leaves_the_one_before_it_to_the_next():
+def test_the_gap_of_a_timestamp_counts_from_the_last_turn_with_a_timestamp():
     turns = [turn(1, 10, "a"), turn(2, session="a", delay=5), turn(3, 40, "a")]
     assert played(arrivals(turns), 100) == [(1, 0), (2, 105), (3, 235)]
 
@@ -86,12 +84,12 @@ def test_a_turn_without_a_timestamp_leaves_the_one_before_it_to_the_next():
         pytest.param([(1, 0), (2, 150), (3, 250), (4, 400)], True, id="1.6.1: a session keeps its place"),
     ],
 )
-def test_sessions_in_a_closed_loop(expected, keep_place):
+def test_sessions_keep_their_place_in_a_closed_loop_only_in_1_6_1(expected, keep_place):
     turns = [turn(1, 0, "a"), turn(2, session="a", delay=50), turn(3, 0, "b"), turn(4, session="b", delay=50)]
     assert played(arrivals(turns, 1, sessions_keep_place=keep_place), 100) == expected
 
 
-def test_of_turns_that_are_ready_at_one_moment_the_first_session_of_the_trace_goes_first():
+def test_turns_ready_at_the_same_time_arrive_in_the_order_of_their_sessions():
     turns = [turn(1, 0, "a"), turn(2, 0, "b"), turn(3, 0, "c"), turn(4, session="a", delay=10)]
     queue = arrivals([*turns, turn(5, session="b", delay=10)], 2)
     first, second = (arrived for arrived, _ in queue.take(0.0))

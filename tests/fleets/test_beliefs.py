@@ -1,4 +1,4 @@
-"""What a router believes is compared with what it was told, before each pick."""
+"""A router's beliefs are compared before each pick with the events and hooks that it received."""
 
 import asyncio
 import re
@@ -55,7 +55,7 @@ SETTINGS = [
 
 
 class OnlyTheLiving(RightRouter):
-    """Picks none that it was not offered, whoever it takes to be there: a run goes on to its report."""
+    """A router that picks only offered workers, whatever it believes, so that the run reaches its report."""
 
     def pick(self, request, candidates):
         live = {each.worker for each in candidates} & {*self.workers()}
@@ -64,11 +64,11 @@ class OnlyTheLiving(RightRouter):
 
 
 class DeadIsKept(DeadWorkerKept, OnlyTheLiving):
-    """Believes in a worker that is gone."""
+    """Keeps a worker that is gone."""
 
 
 class RemovesForAll(RightRouter):
-    """A Removed of one worker takes the block from all."""
+    """Removes the block of a Removed from all workers."""
 
     def apply(self, event):
         super().apply(event)
@@ -94,7 +94,7 @@ def happen(fleet, setting, at=200):
 
 
 def bare(router_type, setting="plain", seed=0, backend=None, rows=None, **options):
-    """The report of a bare fleet behind one of our routers."""
+    """Return the report of a fleet outside of a harness, behind one of our routers."""
     count = 8 if setting == "eight" else 3
     fields = {"num_gpu_blocks": 38 if setting == "small" else 64, "block_size": 4}
     if setting == "ranks":
@@ -117,7 +117,7 @@ def bare(router_type, setting="plain", seed=0, backend=None, rows=None, **option
 
 
 def judged(router_type, setting="plain", seed=0, backend="lineage", **options):
-    """A harness, and the report of its fleet."""
+    """Return a harness and the report of its fleet."""
     world = RouterHarness(
         EngineProfile(num_blocks=64, block_size=4, workers=3, dp_size=2 if setting == "ranks" else 1),
         backend,
@@ -138,7 +138,7 @@ def judged(router_type, setting="plain", seed=0, backend="lineage", **options):
 
 @pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "lost"])
-def test_a_right_router_has_no_wrong_belief(setting, seed):
+def test_a_correct_router_has_no_wrong_belief(setting, seed):
     assert bare(RightRouter, setting, seed).beliefs == ()
 
 
@@ -146,7 +146,7 @@ def test_a_right_router_has_no_wrong_belief(setting, seed):
 @pytest.mark.parametrize(
     "backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang", "vllm_gpt_oss", "vllm_qwen3_next"]
 )
-def test_a_right_router_believes_nothing_wrong_over_any_other_engine(backend, setting):
+def test_a_correct_router_has_no_wrong_belief_over_any_engine(backend, setting):
     report = bare(RightRouter, setting, 0, backend)
     report.assert_no_drift()
     assert report.beliefs == ()
@@ -154,7 +154,7 @@ def test_a_right_router_believes_nothing_wrong_over_any_other_engine(backend, se
 
 @pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_right_router_believes_nothing_wrong_in_a_harness_behind_faults(setting, seed):
+def test_a_correct_router_has_no_wrong_belief_in_a_harness_with_faults(setting, seed):
     world, report = judged(RightRouter, setting, seed)
     assert report.beliefs == ()
     assert not {problem.rule for problem in world.judge().errors} & {"load_drift", "overlap_drift", "worker_drift"}
@@ -162,7 +162,7 @@ def test_a_right_router_believes_nothing_wrong_in_a_harness_behind_faults(settin
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
 @pytest.mark.parametrize("setting", ["restart", "crash", "noticed", "leave", "join", "silent"])
-def test_a_right_router_believes_nothing_wrong_of_ranks_that_incidents_hit(setting, semantics):
+def test_a_correct_router_has_no_wrong_belief_of_ranks_after_incidents(setting, semantics):
     args = MockEngineArgs(num_gpu_blocks=64, block_size=4, dp_size=2, semantics=semantics)
     named = [(each // 2, each % 2) for each in range(6)]
     fleet = Fleet([MockEngine(args) for _ in named], RightRouter(named), record=True)
@@ -171,15 +171,15 @@ def test_a_right_router_believes_nothing_wrong_of_ranks_that_incidents_hit(setti
         fleet.at(200).join()
     report = fleet.run(trace())
     report.assert_no_drift()
-    if setting not in ("silent", "noticed"):  # where the router is told late, or never
+    if setting not in ("silent", "noticed"):  # where the router is notified late or never
         report.assert_regret(DynamoRouter())
     assert (setting == "join") + 3 == len({worker[0] for worker in report.workers})
 
 
 @pytest.mark.parametrize("loads", ["router", "engine"])
-def test_a_right_router_that_waits_believes_nothing_wrong(loads):
+def test_a_correct_router_that_makes_requests_wait_has_no_wrong_belief(loads):
     class Waiting(RightRouter):
-        """Takes two requests a worker at most."""
+        """Allows at most two requests per worker."""
 
         def pick(self, request, candidates):
             free = {worker for worker, (*_, requests) in self.loads().items() if requests < 2}
@@ -190,20 +190,20 @@ def test_a_right_router_that_waits_believes_nothing_wrong(loads):
             bare(Waiting, setting, loads=loads).assert_no_drift()
 
 
-def test_a_second_run_of_a_fleet_is_right_too():
+def test_a_correct_router_has_no_wrong_belief_in_a_second_run():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
     fleet = world.fleet(RightRouter(range(3)))
     assert [fleet.run(trace(seed=seed)).beliefs for seed in range(2)] == [(), ()]
     assert world.judge().errors == []
 
 
-def test_requests_that_a_stopped_clock_left_open_are_no_mistake():
+def test_requests_left_open_by_stop_ms_are_no_wrong_belief():
     fleet = Fleet([MockEngine(ARGS) for _ in range(3)], RightRouter(range(3)), stop_ms=200)
     assert [fleet.run(trace(seed=seed)).beliefs for seed in range(2)] == [(), ()]
 
 
 @pytest.mark.parametrize("when", ["before", "between"])
-def test_what_a_router_was_never_told_it_need_not_know(when):
+def test_a_router_need_not_know_blocks_stored_outside_its_runs(when):
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
     fleet = world.fleet(RightRouter(range(3)))
     if when == "between":
@@ -231,7 +231,7 @@ BUGS = [
 
 @pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize(("bug", "setting", "rule"), BUGS, ids=[bug.__name__ for bug, *_ in BUGS])
-def test_a_planted_bug_is_found_at_the_first_wrong_belief(bug, setting, rule, seed):
+def test_a_planted_bug_is_reported_at_the_first_wrong_belief(bug, setting, rule, seed):
     report = bare(bug, setting, seed)
     assert rule == report.beliefs[0].rule
     with pytest.raises(AssertionError, match=rule):
@@ -239,8 +239,8 @@ def test_a_planted_bug_is_found_at_the_first_wrong_belief(bug, setting, rule, se
 
 
 def found_by(name, seed):
-    """What finds a planted bug in the setting in which it shows: its first wrong belief, else regret, else what was
-    not found.
+    """Return the check that finds a planted bug in its setting: the first wrong belief, else regret, else promised
+    blocks that were not found.
     """
     bug = ROUTER_BUGS[name]
     rows = None
@@ -255,18 +255,18 @@ def found_by(name, seed):
     report = bare(make, setting, seed, rows=rows, record=True, event_delay_ms=late_ms)
     if report.beliefs:
         return report.beliefs[0].rule
-    if not late_ms and report.regret(DynamoRouter()).share > 0:  # a right router has some where events are late
+    if not late_ms and report.regret(DynamoRouter()).share > 0:  # a correct router has some when events are late
         return "regret"
     return "promised_not_found" if report.figure("promised_not_found") else None
 
 
 @pytest.mark.parametrize("seed", few(range(10)))
 @pytest.mark.parametrize("name", ROUTER_BUGS)
-def test_the_table_of_planted_bugs_says_what_finds_each(name, seed):
+def test_each_planted_bug_is_found_by_the_checks_of_its_table_row(name, seed):
     assert ROUTER_BUGS[name].found_by == found_by(name, seed)
 
 
-def test_a_router_blind_to_adapters_is_found():
+def test_a_router_that_ignores_adapters_is_reported():
     rows = [
         FleetRequest(Prompt(range(24), lora_name=name), 2, 100.0 * at) for at, name in enumerate(["a", "b", "a", "b"])
     ]
@@ -276,7 +276,7 @@ def test_a_router_blind_to_adapters_is_found():
 
 
 @pytest.mark.parametrize(("bug", "setting", "rule"), BUGS[:6], ids=[bug.__name__ for bug, *_ in BUGS[:6]])
-def test_in_a_harness_the_test_fails(bug, setting, rule):
+def test_a_wrong_belief_fails_the_test_of_a_harness(bug, setting, rule):
     world, _ = judged(bug, setting)
     (problem, *_) = world.judge().errors
     assert rule == problem.rule
@@ -294,7 +294,7 @@ def test_a_wrong_belief_can_be_expected_or_allowed():
     world.events.assert_no_event_errors()
 
 
-def test_what_follows_from_a_wrong_belief_is_listed_under_it():
+def test_consequences_of_a_wrong_belief_are_listed_under_it():
     world, report = judged(NeverMatches)
     assert [belief.rule for belief in report.beliefs] == ["overlap_drift", "load_drift"]
     (problem,) = world.judge().errors
@@ -305,7 +305,7 @@ def test_what_follows_from_a_wrong_belief_is_listed_under_it():
 # ------------------------------------------------------------------------------------------------------------- texts
 
 
-def test_the_hook_after_which_they_part_is_named():
+def test_a_wrong_load_names_the_hook_since_which_it_differs():
     (belief, *_) = bare(NeverFreed).beliefs
     text = (
         r"NeverFreed\.loads\(\) says \d+ prefill tokens, \d+ blocks, \d+ requests of worker \d before the pick for request \d+ at "  # noqa: E501
@@ -315,7 +315,7 @@ def test_the_hook_after_which_they_part_is_named():
     assert belief.expected == "9 prefill tokens, 17 blocks, 3 requests"
 
 
-def test_a_hook_that_the_router_does_not_have_is_named_too():
+def test_a_wrong_belief_names_a_hook_that_the_router_lacks():
     class Deaf(RightRouter):
         worker_added = None
 
@@ -334,7 +334,7 @@ def test_a_wrong_overlap_names_the_last_event_received_from_the_worker():
     assert belief.expected.endswith(", by the reference index of the same events")
 
 
-def test_a_wrong_overlap_names_the_restart_that_was_before_that():
+def test_a_wrong_overlap_names_the_restart_before_the_last_event():
     class AllToOne(StaleIndex):
         def pick(self, request, candidates):
             return 1
@@ -347,7 +347,7 @@ def test_a_wrong_overlap_names_the_restart_that_was_before_that():
     assert belief.observed.endswith("what it held until then is gone")
 
 
-def test_an_overlap_of_another_rank_is_named():
+def test_a_wrong_overlap_names_the_other_rank_that_has_it():
     class BestOfRanks(RightRouter):
         def overlap(self, request):
             found = super().overlap(request)
@@ -363,7 +363,7 @@ def test_an_overlap_of_another_rank_is_named():
     )
 
 
-def test_a_part_that_a_router_does_not_count_is_not_expected():
+def test_a_load_part_that_a_router_does_not_count_is_not_expected():
     class RequestsOnly(NeverFreed):
         def loads(self):
             return {worker: (None, None, requests) for worker, (*_, requests) in super().loads().items()}
@@ -372,7 +372,7 @@ def test_a_part_that_a_router_does_not_count_is_not_expected():
     assert re.fullmatch(r"\d+ requests", belief.expected)
 
 
-def test_a_part_that_a_router_does_not_count_is_not_compared():
+def test_a_load_part_that_a_router_does_not_count_is_not_compared():
     class RequestsOnly(CountedTwice):
         def loads(self):
             return {worker: (None, None, requests) for worker, (*_, requests) in super().loads().items()}
@@ -383,7 +383,7 @@ def test_a_part_that_a_router_does_not_count_is_not_compared():
     assert bare(RequestsOnly).beliefs == ()
 
 
-def test_an_async_router_is_asked_too():
+def test_the_beliefs_of_an_async_router_are_checked():
     class Async(NeverFreed):
         async def loads(self):
             await asyncio.sleep(0)
@@ -422,7 +422,7 @@ def test_a_router_without_beliefs_is_not_asked():
     ],
     ids=map(str, range(10)),
 )
-def test_beliefs_of_a_wrong_shape_are_reported(method, answer, shape):
+def test_beliefs_with_an_invalid_structure_are_reported(method, answer, shape):
     class Wrong(RightRouter):
         pass
 
@@ -450,7 +450,7 @@ def test_beliefs_of_a_wrong_shape_are_reported(method, answer, shape):
     ],
     ids=map(str, range(12)),
 )
-def test_a_belief_of_a_value_that_is_not_a_worker_is_reported(method, answer, setting, name, allowed):
+def test_a_belief_about_an_unknown_worker_is_a_router_error(method, answer, setting, name, allowed):
     class Wrong(RightRouter):
         pass
 
@@ -461,9 +461,9 @@ def test_a_belief_of_a_value_that_is_not_a_worker_is_reported(method, answer, se
     assert str(failure.value).startswith(text)
 
 
-def test_loads_of_an_index_key_are_those_of_its_worker():
+def test_loads_can_be_keyed_by_worker_and_rank_0():
     class Keys(RightRouter):
-        """Without ranks (id, 0) is a name too, as in the scores of a RadixIndex."""
+        """Without ranks, (id, 0) also names a worker, as in the scores of a RadixIndex."""
 
         def loads(self):
             return {(worker, 0): load for worker, load in super().loads().items()}
@@ -471,7 +471,7 @@ def test_loads_of_an_index_key_are_those_of_its_worker():
     assert bare(Keys).beliefs == ()
 
 
-def test_a_method_of_the_name_that_is_something_else_is_reported():
+def test_a_belief_method_with_another_signature_is_refused():
     class Other(RoundRobin):
         def overlap(self, request, candidate):
             return 0
@@ -489,9 +489,7 @@ def test_a_method_of_the_name_that_is_something_else_is_reported():
 
 
 class Sends(RoundRobin):
-    """Keeps of each worker the blocks that it sent there; with `answers` also those that came out there, by the
-    events.
-    """
+    """A router that records the blocks sent to each worker; with `answers` also the generated blocks in its events."""
 
     def __init__(self, workers=(), seed=0, *, copies=False, answers=False):
         super().__init__()
@@ -515,7 +513,7 @@ class Sends(RoundRobin):
 
     def apply(self, event):
         if self.answers and isinstance(event.event.data, Stored):
-            with suppress(RadixIndexError):  # of a worker that leaves, or below a block whose event was lost
+            with suppress(RadixIndexError):  # from a worker that leaves, or below a block whose event was lost
                 self.out.apply(event)
 
     def worker_removed(self, worker):
@@ -524,28 +522,28 @@ class Sends(RoundRobin):
 
 
 class StaleTree(Sends):
-    """Keeps what was sent to a worker that restarts."""
+    """Keeps the record of a worker that restarts."""
 
     def worker_removed(self, worker):
         pass
 
 
 class CutHashes(Sends):
-    """Keeps three bits of each hash."""
+    """Keeps only three bits of each hash."""
 
     def names(self, request):
         return [each & 7 for each in request.local_hashes]
 
 
 class MixesAdapters(Sends):
-    """Keeps tokens without their adapter."""
+    """Records tokens without their adapter."""
 
     def names(self, request):
         return Prompt(request.tokens).sequence_hashes(request.block_size)
 
 
 class SentToAll(Sends):
-    """Takes what it sent to one worker to be on the others."""
+    """Assumes that a prompt sent to one worker is on all workers."""
 
     def believed(self, request):
         found = super().believed(request)
@@ -553,7 +551,7 @@ class SentToAll(Sends):
 
 
 class CountsPicks(Sends):
-    """Takes what waits to be sent."""
+    """Records each pick as a sent prompt, from the second request on for the wrong worker."""
 
     def pick(self, request, candidates):
         self.dispatched(request, 1 if request.number else 0)
@@ -566,7 +564,7 @@ def sends_answers(workers, seed, *, copies):
 
 @pytest.mark.parametrize("make", [Sends, sends_answers], ids=["prompts", "answers"])
 @pytest.mark.parametrize("setting", [each for each in SETTINGS if each != "lost"])
-def test_a_right_record_of_sent_prompts_is_no_drift(setting, make):
+def test_a_correct_record_of_sent_prompts_has_no_drift(setting, make):
     for seed in range(3):
         report = bare(make, setting, seed)
         report.assert_no_drift()
@@ -576,19 +574,19 @@ def test_a_right_record_of_sent_prompts_is_no_drift(setting, make):
 @pytest.mark.parametrize(
     "backend", ["multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang", "vllm_gpt_oss", "vllm_qwen3_next"]
 )
-def test_a_right_record_of_sent_prompts_is_no_drift_over_any_other_engine(backend):
+def test_a_correct_record_of_sent_prompts_has_no_drift_over_any_engine(backend):
     for setting in ("small", "restart"):
         bare(sends_answers, setting, 0, backend).assert_no_drift()
 
 
 @pytest.mark.parametrize("setting", SETTINGS)
-def test_a_right_record_of_sent_prompts_is_no_drift_with_faults(setting):
+def test_a_correct_record_of_sent_prompts_has_no_drift_with_faults(setting):
     world, report = judged(sends_answers, setting)
     assert report.beliefs == ()
     assert not {problem.rule for problem in world.judge().errors} & ROUTER_RULES
 
 
-def test_a_tree_is_right_run_after_run_and_fleet_after_fleet():
+def test_a_record_of_sent_prompts_stays_correct_across_runs_and_fleets():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
     router = Sends()
     for _ in range(2):
@@ -598,7 +596,7 @@ def test_a_tree_is_right_run_after_run_and_fleet_after_fleet():
 
 
 @pytest.mark.parametrize(("tree", "count"), [(Sends, 0), (StaleTree, 1)])
-def test_from_its_restart_on_a_worker_is_judged_that_another_fleet_had_filled(tree, count):
+def test_a_worker_filled_by_another_fleet_is_checked_from_its_restart_on(tree, count):
     named, router = [MockEngine(ARGS) for _ in range(2)], tree()
     assert Fleet(named, router).run(trace()).beliefs == ()
     fleet = Fleet(named, router)
@@ -620,7 +618,7 @@ ADAPTERS = [FleetRequest(Prompt(range(24), lora_name="ab"[at % 2]), 2, 100.0 * a
         (CountsPicks, "plain", None),
     ],
 )
-def test_a_wrong_record_of_sent_prompts_is_found(bug, setting, rows):
+def test_a_wrong_record_of_sent_prompts_is_reported(bug, setting, rows):
     (belief,) = bare(bug, setting, rows=rows).beliefs
     assert belief.rule == "overlap_drift"
     assert re.match(
@@ -631,7 +629,7 @@ def test_a_wrong_record_of_sent_prompts_is_found(bug, setting, rows):
     )
 
 
-def test_the_restart_that_a_tree_outlived_is_named():
+def test_a_record_that_outlives_a_restart_names_that_restart():
     class AllToOne(StaleTree):
         def pick(self, request, candidates):
             return 1
@@ -647,7 +645,7 @@ def test_the_restart_that_a_tree_outlived_is_named():
 
 
 @pytest.mark.parametrize(("setting", "lost"), [("plain", 0), ("silent", 6)])
-def test_blocks_lost_by_a_silent_restart_are_a_figure_and_no_failure(setting, lost):
+def test_blocks_lost_by_a_silent_restart_are_a_figure_but_no_failure(setting, lost):
     class AllToOne(Sends):
         def pick(self, request, candidates):
             return 1
@@ -661,7 +659,7 @@ def test_blocks_lost_by_a_silent_restart_are_a_figure_and_no_failure(setting, lo
     assert "believed, not found" in str(report)
 
 
-def test_a_router_without_beliefs_has_no_such_figure():
+def test_a_router_without_believed_has_no_believed_not_found_figure():
     report = bare(RightRouter)
     assert report.figure("believed_not_found") is None
     assert "believed, not found" not in str(report)
@@ -669,14 +667,14 @@ def test_a_router_without_beliefs_has_no_such_figure():
 
 
 @pytest.mark.parametrize("invented", [0, 1])
-def test_answers_that_came_out_may_be_believed_and_no_more(invented):
+def test_only_generated_answers_may_be_believed_besides_sent_prompts(invented):
     router, first = Sends(answers=True), Prompt(range(16))
     fleet = Fleet([MockEngine(ARGS)], router)
     fleet.run([FleetRequest(first, 9, 0.0)])
     out = [each for event in router.out.dump_events() for each in event.event.data.tokens_hashes]
     answer = out[len(first.block_hashes(4)) :]
     assert answer
-    chain = (*out, *range(1, 1 + invented))  # a turn of a conversation begins with the answer to the one before
+    chain = (*out, *range(1, 1 + invented))  # a turn begins with the previous turn and its answer
     if invented:
         router.sent[0].update(Prompt(hashes=chain).sequence_hashes(4))
     report = fleet.run([FleetRequest(Prompt(hashes=chain), 2, 0.0)])

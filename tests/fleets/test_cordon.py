@@ -1,4 +1,4 @@
-"""Workers of a fleet that are cordoned: they serve what they have, and are no candidates."""
+"""Cordoned workers of a fleet complete their requests and are no candidates."""
 
 from dataclasses import replace
 from random import Random
@@ -24,7 +24,7 @@ def requests(count=12, output=8):
 
 
 class Watched(RightRouter):
-    """Notes whom it could pick at each time, and what it was told of workers."""
+    """A router that records its candidates at each time and its worker hooks."""
 
     def __init__(self, workers):
         super().__init__(workers)
@@ -45,7 +45,7 @@ class Watched(RightRouter):
 
 @pytest.mark.parametrize("router", [RoundRobin, LeastLoaded, MostCached, DynamoRouter, lambda: RightRouter(range(3))])
 @pytest.mark.parametrize("loads", ["router", "engine"])
-def test_a_cordoned_worker_gets_nothing_until_it_is_uncordoned(router, loads):
+def test_a_cordoned_worker_gets_no_request_until_it_is_uncordoned(router, loads):
     fleet = Fleet(engines(), router(), loads=loads, loads_every_ms=20)
     fleet.at(25).cordon(1)
     fleet.at(75).uncordon(1)
@@ -57,7 +57,7 @@ def test_a_cordoned_worker_gets_nothing_until_it_is_uncordoned(router, loads):
     assert not report.beliefs
 
 
-def test_a_cordoned_worker_serves_its_requests_and_stays_in_the_books():
+def test_a_cordoned_worker_completes_its_requests_and_stays_in_the_fleet():
     router = Watched(range(3))
     fleet = Fleet(engines(), router, record=True)
     fleet.at(25).cordon(1)
@@ -72,7 +72,7 @@ def test_a_cordoned_worker_serves_its_requests_and_stays_in_the_books():
 
 
 @pytest.mark.parametrize("happens", ["crash", "leave"])
-def test_one_that_is_gone_since_is_gone_and_not_cordoned(happens):
+def test_a_cordoned_worker_that_leaves_is_reported_as_gone(happens):
     class OneAtLast:
         def pick(self, request, candidates):
             return 1 if request.now_ms > 40 else candidates[0].worker
@@ -84,7 +84,7 @@ def test_one_that_is_gone_since_is_gone_and_not_cordoned(happens):
         fleet.run(requests())
 
 
-def test_a_worker_that_is_picked_though_it_is_cordoned_is_an_error_that_says_so():
+def test_picking_a_cordoned_worker_is_a_router_error():
     class One:
         def pick(self, request, candidates):
             return 1
@@ -123,7 +123,7 @@ def test_all_ranks_of_a_worker_are_cordoned(semantics):
         fleet.run(requests())
 
 
-def test_if_all_are_cordoned_no_worker_is_there():
+def test_if_all_workers_are_cordoned_requests_wait():
     router = Watched(range(2))
     fleet = Fleet(engines(2), router)
     for worker in range(2):
@@ -143,7 +143,7 @@ def test_if_all_are_cordoned_no_worker_is_there():
 
 
 @pytest.mark.parametrize("announced", [True, False])
-def test_a_restart_leaves_it_cordoned(announced):
+def test_a_restarted_worker_stays_cordoned(announced):
     router = Watched(range(3))
     fleet = Fleet(engines(), router)
     fleet.at(25).cordon(1)
@@ -155,7 +155,7 @@ def test_a_restart_leaves_it_cordoned(announced):
 
 
 @pytest.mark.parametrize("happens", ["leave", "crash", "late"])
-def test_leave_and_crash_end_it(happens):
+def test_a_leave_or_crash_ends_a_cordon(happens):
     router = Watched(range(3))
     fleet = Fleet(engines(), router)
     fleet.at(25).cordon(1)
@@ -174,7 +174,7 @@ def test_leave_and_crash_end_it(happens):
     assert len(fleet.run(requests()).completed) == 12
 
 
-def test_it_is_still_cordoned_in_a_later_run():
+def test_a_worker_stays_cordoned_in_later_runs():
     fleet = Fleet(engines(), LeastLoaded())
     fleet.at(25).cordon(1)
     fleet.run(requests())
@@ -189,7 +189,7 @@ def test_it_is_still_cordoned_in_a_later_run():
     assert 1 in {pick.worker for pick in last.picks}
 
 
-def test_a_worker_that_was_lost_as_a_run_ended_is_no_more_of_a_later_one():
+def test_a_cordoned_worker_lost_at_the_end_of_a_run_is_not_in_later_runs():
     fleet = Fleet(engines(), LeastLoaded())
     fleet.at(5).cordon(1)
     fleet.at(100).crash(1, notice_ms=1e6)
@@ -197,7 +197,7 @@ def test_a_worker_that_was_lost_as_a_run_ended_is_no_more_of_a_later_one():
     assert len(fleet.run(requests()).completed) == 12
 
 
-def test_cordon_of_a_cordoned_and_uncordon_of_one_that_is_not_do_nothing():
+def test_repeated_cordons_and_uncordons_have_no_effect():
     def serve(*more):
         fleet = Fleet(engines(), LeastLoaded())
         fleet.at(25).cordon(1)
@@ -213,7 +213,7 @@ def test_cordon_of_a_cordoned_and_uncordon_of_one_that_is_not_do_nothing():
 
 
 @pytest.mark.parametrize("kind", ["cordon", "uncordon"])
-def test_an_unknown_worker_is_refused_and_nothing_is_planned(kind):
+def test_a_cordon_of_an_unknown_worker_is_refused_and_nothing_is_planned(kind):
     fleet = Fleet(engines(2), LeastLoaded())
     expected = fleet.run(requests()).to_json()
     fleet = Fleet(engines(2), LeastLoaded())
@@ -228,7 +228,7 @@ def test_an_unknown_worker_is_refused_and_nothing_is_planned(kind):
     assert fleet.run(requests()).to_json() == expected
 
 
-def test_events_planned_after_the_end_are_missed():
+def test_a_cordon_planned_after_the_end_of_the_run_is_missed():
     fleet = Fleet(engines(), LeastLoaded())
     fleet.at(1e6).cordon(1)
     report = fleet.run(requests())
@@ -237,7 +237,7 @@ def test_events_planned_after_the_end_are_missed():
     assert 1 in {pick.worker for pick in fleet.run(requests()).picks}
 
 
-def test_a_hook_may_cordon_in_the_run_under_way():
+def test_a_hook_can_cordon_a_worker_during_the_run():
     class Planning(Watched):
         def dispatched(self, request, worker):
             super().dispatched(request, worker)
@@ -254,9 +254,9 @@ def test_a_hook_may_cordon_in_the_run_under_way():
 
 
 @pytest.mark.parametrize("method", ["workers", "overlap", "loads"])
-def test_workers_may_name_it_or_not_and_loads_count_it(method):
+def test_only_loads_must_include_a_cordoned_worker(method):
     class OfCandidates(RightRouter):
-        """Says of those alone that were candidates at the last pick."""
+        """Reports only workers that were candidates at the last pick."""
 
         there = (0, 1, 2)
 
@@ -286,7 +286,7 @@ def test_workers_may_name_it_or_not_and_loads_count_it(method):
     assert ["load_drift"] * (method == "loads") == [each.rule for each in found]
 
 
-def test_a_worker_that_is_back_must_be_named_once_it_was_shown():
+def test_an_uncordoned_worker_must_be_known_once_it_was_a_candidate():
     class Losing(RightRouter):
         there = (0, 1, 2)
 
@@ -304,9 +304,9 @@ def test_a_worker_that_is_back_must_be_named_once_it_was_shown():
     assert (belief.rule, belief.worker, belief.ms) == ("worker_drift", 1, 60)
 
 
-def test_wrong_beliefs_about_a_cordoned_worker_are_found():
+def test_wrong_beliefs_about_a_cordoned_worker_are_reported():
     class Forgetting(RightRouter):
-        """Takes a worker that is no candidate for one that is gone."""
+        """Treats a worker that is no candidate as gone."""
 
         def pick(self, request, candidates):
             for worker in set(range(3)) - {each.worker for each in candidates}:
@@ -325,19 +325,19 @@ def test_wrong_beliefs_about_a_cordoned_worker_are_found():
 # ------------------------------------------------------------------------------------------------- figures
 
 
-def test_balance_counts_a_worker_by_the_picks_that_it_was_a_candidate_of():
+def test_balance_counts_only_picks_with_the_worker_as_candidate():
     fleet = Fleet(engines(), RoundRobin())
     fleet.at(5).cordon(1)
     fleet.at(85).uncordon(1)
     report = fleet.run(requests(17))
     (row,) = [each for each in report.run.services if each.worker == 1]
-    assert row.picks == 17 - 8  # of the first, and those from 90 ms on
+    assert row.picks == 17 - 8  # the first pick, and those from 90 ms on
     _, there = report.run.counts("requests")
     assert there[1] == 9 / 17
     report.assert_balanced()
 
 
-def test_open_requests_count_at_the_picks_that_their_worker_was_a_candidate_of():
+def test_open_requests_count_only_at_picks_with_their_worker_as_candidate():
     class First(RoundRobin):
         def pick(self, request, candidates):
             return 0 if request.number == 0 else 1
@@ -351,7 +351,7 @@ def test_open_requests_count_at_the_picks_that_their_worker_was_a_candidate_of()
     assert row.open_requests == 1 + 2  # at request 1, and at 4 and 5
 
 
-def test_the_best_that_a_pick_could_have_is_that_of_a_candidate():
+def test_the_best_overlap_of_a_pick_is_that_of_a_candidate():
     fleet = Fleet(engines(2), RoundRobin())
     fleet.at(300).cordon(0)
     trace = [TraceRequest(at, 12, 2, (1, 2, 3)) for at in (0.0, 400.0)]
@@ -361,7 +361,7 @@ def test_the_best_that_a_pick_could_have_is_that_of_a_candidate():
     assert report.figure("overlap_regret") == 0
 
 
-def test_a_page_shows_it_as_what_happened():
+def test_a_page_and_the_report_show_a_cordon():
     fleet = Fleet(engines(), RoundRobin())
     fleet.at(25).cordon(1)
     report = fleet.run(requests())
@@ -373,7 +373,7 @@ def test_a_page_shows_it_as_what_happened():
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "hash_cache"])
-def test_a_harness_judges_a_fleet_with_cordons(backend):
+def test_a_harness_checks_a_fleet_with_cordons(backend):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=3), backend) as harness:
         fleet = harness.fleet(RightRouter(range(3), copies=backend == "vllm"), event_delay_ms=15)
         fleet.at(25).cordon(1)
@@ -386,7 +386,7 @@ def test_a_harness_judges_a_fleet_with_cordons(backend):
 
 @pytest.mark.parametrize("seed", seeds(40))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
-def test_with_and_without_plans_comes_out_the_same_and_all_is_served(backend, seed):
+def test_runs_with_cordons_are_the_same_with_and_without_plans(backend, seed):
     rng = Random(seed)
     args = replace(ARGS, engine_type="sglang" if "sglang" in backend else "vllm")
     options = {
@@ -398,7 +398,7 @@ def test_with_and_without_plans_comes_out_the_same_and_all_is_served(backend, se
     kinds = ["cordon", "cordon", "uncordon", "restart", "silent", "crash", "late", "leave", "join"]
     happenings = [(round(rng.uniform(1, 200), rng.randrange(4)), rng.choice(kinds), rng.random()) for _ in range(10)]
     count, kind = rng.randint(1, 4), rng.choice([RightRouter, RoundRobin, DynamoRouter])
-    # A silent restart parts the index of a right router from its engine, and from nobody's that hears the events.
+    # A silent restart makes a correct router's index differ from its engine, but not from an index of the same events.
 
     def serve(plans):
         router = RightRouter(range(count), copies=backend == "vllm") if kind is RightRouter else kind()

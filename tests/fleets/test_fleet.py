@@ -1,4 +1,4 @@
-"""A fleet behind routers of all kinds: hooks, waiting, what candidates show, and what a router must not do."""
+"""Fleets behind routers of all kinds: hooks, waiting, candidates, and router errors."""
 
 import asyncio
 import math
@@ -66,7 +66,7 @@ def trace(count=40, **options):
 
 
 class Listening(RoundRobin):
-    """Notes what it is called with."""
+    """A router that records the arguments of its calls."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class Listening(RoundRobin):
 
 
 class Hearing(RoundRobin):
-    """Notes the events that it is told."""
+    """A router that records its events."""
 
     def __init__(self):
         super().__init__()
@@ -94,10 +94,8 @@ class Hearing(RoundRobin):
 
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_0_19", "lineage"])
-def test_a_router_without_events_is_served_like_one_with_events(backend):
-    """Where nobody looks at events one by one, blocks that are removed come in a row: ids, caches and figures are
-    the same.
-    """
+def test_a_router_without_apply_gives_the_same_run_as_one_with_apply(backend):
+    """If no sink needs single events, removed blocks are published together: ids, caches and figures stay the same."""
     hearing, heard = Hearing(), []
     listened = engines(3, backend=backend)
 
@@ -125,7 +123,7 @@ def test_a_router_without_events_is_served_like_one_with_events(backend):
     ]
 
 
-def test_hooks_are_called_in_order_and_one_token_has_no_first():
+def test_hooks_are_called_in_order_and_a_single_token_has_no_first_token_hook():
     router = Listening()
     Fleet(engines(), router).run([request(0, [1, 2], 1), request(1, [3], 2)])
     expected = {
@@ -135,7 +133,7 @@ def test_hooks_are_called_in_order_and_one_token_has_no_first():
     assert {number: [call for call in router.calls if call[1] == number] for number in (0, 1)} == expected
 
 
-def test_all_methods_are_given_the_same_request():
+def test_all_router_methods_receive_the_same_request_object():
     seen = []
 
     class Router(Listening):
@@ -165,7 +163,7 @@ def test_a_router_receives_every_event():
     assert {worker for worker, _ in stored} == {0, 1}
 
 
-def test_a_candidate_shows_overlap_and_loads_of_others():
+def test_a_candidate_has_its_overlap_and_current_loads():
     seen = []
 
     class Router:
@@ -182,7 +180,7 @@ def test_a_candidate_shows_overlap_and_loads_of_others():
 
 
 class Holding(RoundRobin):
-    """Lets requests wait while so many are open."""
+    """A router that lets requests wait while the given number is open."""
 
     def __init__(self, most):
         super().__init__()
@@ -199,13 +197,13 @@ class Holding(RoundRobin):
         self.open -= 1
 
 
-def test_requests_that_wait_are_asked_for_again_in_order():
+def test_waiting_requests_are_picked_again_in_order():
     report = Fleet(engines(), Holding(1)).run([request(0, [n, n + 100]) for n in range(6)])
     assert list(range(6)) == [pick.number for pick in report.picks]
     assert all(pick.waited_ms > 0 for pick in report.picks[1:])
 
 
-def test_the_router_chooses_the_next_request():
+def test_next_waiting_chooses_the_next_request():
     class LastFirst(Holding):
         def next_waiting(self, requests):
             return requests[-1]
@@ -214,21 +212,21 @@ def test_the_router_chooses_the_next_request():
     assert [pick.number for pick in report.picks] == [0, 3, 2, 1]
 
 
-def test_a_new_arrival_queues_after_waiting_requests():
+def test_a_new_arrival_queues_behind_waiting_requests():
     router = Holding(1)
     Fleet(engines(), router).run([request(0, [1], 9), request(1, [2]), request(2, [3])])
     assert router.asked[:2] == [0, 1]
     assert 2 not in router.asked[: router.asked.index(1, 2)]
 
 
-def test_nothing_runs_and_a_request_waits():
+def test_requests_that_wait_while_nothing_runs_stall_the_router():
     with pytest.raises(RouterStalled, match=r"pick\(\) returned None and nothing runs, so 2 requests") as raised:
         Fleet(engines(), Holding(0)).run([request(0, [1]), request(1, [2])])
     assert [each.number for each in raised.value.requests] == [0, 1]
     assert len(raised.value.candidates) == 2
 
 
-def test_an_async_router_makes_the_same_picks():
+def test_an_async_router_makes_the_same_picks_as_a_sync_one():
     class Async:
         def __init__(self):
             self.inner = DynamoRouter(tie="first")
@@ -245,7 +243,7 @@ def test_an_async_router_makes_the_same_picks():
         Fleet(engines(), Async()).run(trace())
 
 
-def test_an_async_router_that_is_slow_is_named():
+def test_an_async_router_that_is_slow_is_reported():
     class Slow:
         async def pick(self, request, candidates):
             await asyncio.Event().wait()
@@ -274,7 +272,7 @@ class Answers:
         (KeyError("x"), r"Answers\.pick\(\) raised KeyError\('x'\)"),
     ],
 )
-def test_a_wrong_answer_is_named_with_time_request_and_candidates(answer, text):
+def test_an_invalid_pick_is_reported_with_time_request_and_candidates(answer, text):
     with pytest.raises(RouterError, match=text) as raised:
         Fleet(engines(), Answers(answer)).run([request(0, [1])])
     assert raised.value.now_ms == 0.0
@@ -283,7 +281,7 @@ def test_a_wrong_answer_is_named_with_time_request_and_candidates(answer, text):
     assert (raised.value.__cause__ is answer) == isinstance(answer, Exception)
 
 
-def test_a_coroutine_in_a_sync_run_is_named():
+def test_a_coroutine_returned_in_a_sync_run_is_reported():
     async def later():
         return 0
 
@@ -295,7 +293,7 @@ def test_a_coroutine_in_a_sync_run_is_named():
         Fleet(engines(), Hidden()).run([request(0, [1])])
 
 
-def test_a_hook_that_raises_is_named():
+def test_a_hook_that_raises_is_named_in_the_error():
     class Broken(RoundRobin):
         def finished(self, request):
             raise ZeroDivisionError
@@ -345,12 +343,12 @@ def test_a_hook_that_raises_is_named():
         (lambda: DynamoRouter(router_queue_policy="last"), ValueError, "router_queue_policy"),
     ],
 )
-def test_bad_input_is_refused(make, error, text):
+def test_invalid_arguments_of_a_fleet_are_refused(make, error, text):
     with pytest.raises(error, match=text):
         make()
 
 
-def test_tokens_and_adapters_reach_the_router():
+def test_the_router_sees_tokens_and_adapters_of_a_request():
     tokens = tuple(range(12))
     seen = []
 
@@ -379,7 +377,7 @@ def test_every_request_is_served(router, loads):
 
 @pytest.mark.parametrize("backend", ["lineage", "multi_lru", "vllm", "mocker_sglang_1_6"])
 @pytest.mark.parametrize("concurrency", [None, 5])
-def test_with_and_without_plans_all_is_the_same(backend, concurrency):
+def test_a_run_is_the_same_with_and_without_plans(backend, concurrency):
     kind = "sglang" if "sglang" in backend else "vllm"
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type=kind)
 
@@ -406,7 +404,7 @@ def test_passes_that_take_no_time_are_not_planned(backend):
     assert each_pass.per_request() == in_one_go.per_request()
 
 
-KINDS = {  # of engines: every scheduler of every release, with what it waits for between two prefills
+KINDS = {  # engines: every scheduler of every release, with its interval between two prefills
     "1.2.1": ("lineage", {"semantics": "1.2.1"}),
     "1.6.1": ("vllm", {}),
     "ranks": ("vllm", {"dp_size": 2, "prefill_schedule_interval": 3}),
@@ -417,7 +415,7 @@ KINDS = {  # of engines: every scheduler of every release, with what it waits fo
 
 
 def at_the_ends_of_passes(serve, rng, count=8):
-    """Requests of which most arrive at the very moment at which a pass ends, with all those before them."""
+    """Return requests that mostly arrive exactly at the end of a pass of the requests before them."""
     rows = [request(0.0, [1, 2], 40)]
     while len(rows) < count:
         last = rows[-1].timestamp
@@ -429,7 +427,7 @@ def at_the_ends_of_passes(serve, rng, count=8):
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("seed", seeds(25))
-def test_with_and_without_plans_all_is_the_same_where_requests_arrive_as_passes_end(kind, seed):
+def test_arrivals_at_pass_ends_are_the_same_with_and_without_plans(kind, seed):
     backend, options = KINDS[kind]
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, **options)
     rng = Random(seed)
@@ -448,7 +446,7 @@ def test_with_and_without_plans_all_is_the_same_where_requests_arrive_as_passes_
     assert (each_pass.picks, each_pass.run.passes) == (in_one_go.picks, in_one_go.run.passes)
 
 
-def test_late_events_of_a_worker_stay_in_order_however_late_each_is():
+def test_late_events_of_a_worker_stay_in_order_with_random_delays():
     heard = {}
 
     class Router(RoundRobin):
@@ -462,21 +460,21 @@ def test_late_events_of_a_worker_stay_in_order_however_late_each_is():
 
 
 @pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.6.1", "vllm")])
-def test_an_engine_that_can_do_nothing_is_stalled(semantics, backend):
+def test_an_engine_without_progress_stalls_the_fleet(semantics, backend):
     args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
     args = replace(args, semantics=semantics)
     with pytest.raises(EngineStalled):
         Fleet(engines(2, args, backend), RoundRobin()).run([request(0, [1, 2, 3]), request(1, [4])])
 
 
-def test_a_fleet_stops():
+def test_stop_ms_leaves_open_requests_unfinished():
     report = Fleet(engines(), RoundRobin(), stop_ms=50).run([request(0, [1], 99), request(60, [2])])
     assert [each.status for each in report.requests] == ["unfinished"]
     assert report.completed == []
 
 
 @pytest.mark.parametrize("plans", [True, False])
-def test_a_closed_loop_stops(plans):
+def test_stop_ms_ends_a_closed_loop(plans):
     report = planned(Fleet(engines(), RoundRobin(), stop_ms=400, concurrency=3), plans=plans).run(
         trace(output_tokens=(1, 40))
     )
@@ -486,7 +484,7 @@ def test_a_closed_loop_stops(plans):
     assert [pick.ms for pick in report.picks] == sorted(pick.ms for pick in report.picks)
 
 
-def test_events_that_are_late_are_not_seen_before():
+def test_late_events_are_not_visible_before_their_delay():
     seen = []
 
     class Router:
@@ -499,7 +497,7 @@ def test_events_that_are_late_are_not_seen_before():
     assert seen == [0, 0, 2]
 
 
-def test_explain_draws_nothing_and_names_the_cheapest():
+def test_explain_does_not_change_picks_and_names_the_cheapest_worker():
     texts = []
 
     class Router(DynamoRouter):
@@ -514,7 +512,7 @@ def test_explain_draws_nothing_and_names_the_cheapest():
     assert any("<- chosen" in text for text in texts)
 
 
-def test_statistics_of_many_values_are_those_of_their_sorted_list():
+def test_statistics_of_many_values_equal_those_of_the_sorted_list():
     values = [value * 0.37 for value in Random(3).choices(range(500), k=120_000)]
     counted = statistics(values)
     ordered = sorted(values)
@@ -524,7 +522,7 @@ def test_statistics_of_many_values_are_those_of_their_sorted_list():
     assert pstdev(values) == pytest.approx(counted["std"], rel=1e-12)
 
 
-def test_requests_without_output_end_in_passes_that_generate():
+def test_requests_without_output_end_in_generating_passes():
     args = replace(ARGS, semantics="1.6.1")
     router = Listening()
     report = Fleet(engines(1, args, "vllm"), router).run(
@@ -534,13 +532,13 @@ def test_requests_without_output_end_in_passes_that_generate():
     assert [number for name, number, *_ in router.calls if name == "finished"] == [0, 1, 2]
 
 
-def test_an_engine_that_is_stalled_is_named_also_where_others_wait_in_the_router():
+def test_a_stalled_engine_is_reported_even_if_requests_wait_in_the_router():
     args = MockEngineArgs(num_gpu_blocks=64, block_size=4, max_num_batched_tokens=8, enable_chunked_prefill=False)
     with pytest.raises(EngineStalled):
         Fleet(engines(1, args), Holding(1)).run([request(0, [1, 2, 3]), request(1, [4])])
 
 
-def test_a_pick_is_explained_afterwards_too():
+def test_a_pick_can_be_explained_after_its_dispatch():
     texts = {}
 
     class Router(DynamoRouter):
@@ -558,7 +556,7 @@ def test_a_pick_is_explained_afterwards_too():
         router.explain(RouterRequest(0, Prompt(hashes=[1]), 4, 1))
 
 
-def test_loads_of_engines_are_as_old_as_they_may_be():
+def test_polled_loads_are_at_most_loads_every_ms_old():
     seen = []
 
     class Router:
@@ -584,7 +582,7 @@ def test_a_delay_that_is_not_a_number_is_refused(answer):
         Fleet(engines(), RoundRobin(), event_delay_ms=lambda event: answer).run(trace())
 
 
-def test_of_one_pass_those_end_first_that_generate_nothing_and_last_those_that_are_rejected():
+def test_a_pass_ends_requests_without_output_first_and_rejected_ones_last():
     args = replace(ARGS, semantics="1.6.1", max_model_len=16)
     router = Listening()
     rows = [request(0, [9], 40), request(0.5, [1, 2, 3, 4, 5]), request(0.5, [6], 0), request(0.5, [7], 1)]
@@ -592,14 +590,14 @@ def test_of_one_pass_those_end_first_that_generate_nothing_and_last_those_that_a
     assert [call[1] for call in router.calls if call[0] == "finished" and call[1]] == [2, 3, 1]
 
 
-def test_of_the_first_pass_those_come_first_that_ask_for_one_token():
+def test_one_token_requests_of_a_pass_are_reported_first():
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type="sglang", semantics="1.6.1")
     router = Listening()
     Fleet(engines(1, args, "mocker_sglang_1_6"), router).run([request(0, [1], 2), request(0, [2], 1)])
     assert [call[:2] for call in router.calls if call[0] != "dispatched"][:2] == [("finished", 1), ("first_token", 0)]
 
 
-def test_time_counts_from_the_first_arrival_also_where_that_request_is_rejected():
+def test_the_duration_counts_from_the_first_arrival_even_if_it_is_rejected():
     args = replace(ARGS, num_gpu_blocks=8, semantics="1.6.1")
     report = Fleet(engines(1, args), RoundRobin()).run([request(0, range(9)), request(10, [1])])
     assert report.completed[0].token_ms[-1] == report.figure("duration_ms")
@@ -607,7 +605,7 @@ def test_time_counts_from_the_first_arrival_also_where_that_request_is_rejected(
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6", "sglang"])
 @pytest.mark.parametrize("loads", ["router", "engine"])
-def test_with_and_without_plans_a_router_sees_the_same(backend, loads):
+def test_a_router_sees_the_same_candidates_with_and_without_plans(backend, loads):
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, engine_type="sglang" if "sglang" in backend else "vllm")
 
     def seen(plans):
@@ -624,7 +622,7 @@ def test_with_and_without_plans_a_router_sees_the_same(backend, loads):
     assert seen(True) == seen(False)
 
 
-def test_a_closed_loop_is_that_of_the_original():
+def test_a_closed_loop_follows_the_rules_of_the_original():
     args = MockEngineArgs(block_size=4, num_gpu_blocks=8, semantics="1.6.1")
     rows = [request(0, [1, 2], 6), request(0, range(10, 20), 1), request(0, [3, 4]), request(0, [5, 6])]
     turns = [request(0, [1, 2], session_id="s"), request(0, [1, 2], session_id="s", delay=100)]
@@ -633,7 +631,7 @@ def test_a_closed_loop_is_that_of_the_original():
         lambda trace, **options: replay(trace, engines(1, args), **options),
     ]
     for serve in served:
-        # A prompt that is rejected keeps its place until its turn; a closed loop looks at no ratio.
+        # A rejected prompt keeps its place until its turn; a closed loop ignores the speedup ratio.
         arrivals = [row["arrival_time_ms"] for row in serve(rows, concurrency=2).per_request()]
         assert pytest.approx(arrivals[:3]) == [0.0, 0.0, 16.622914]
         assert serve(turns, concurrency=1).figure("duration_ms") == serve(
@@ -645,7 +643,7 @@ def test_a_closed_loop_is_that_of_the_original():
 
 
 class ToldOnly:
-    """Knows its workers by its hooks alone, as a router of a command line, which is made without arguments."""
+    """A router made without arguments, as on the command line: it knows its workers only from its hooks."""
 
     def __init__(self):
         self.calls, self.known = [], None
@@ -668,7 +666,7 @@ class ToldOnly:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_a_router_is_told_its_first_workers_once(ranks):
+def test_started_is_called_once_with_the_first_workers(ranks):
     router = ToldOnly()
     fleet = Fleet(engines(4, replace(ARGS, dp_size=ranks)), router)
     fleet.at(100).restart(1)
@@ -680,7 +678,7 @@ def test_a_router_is_told_its_first_workers_once(ranks):
     assert [[0, 1, 2, 3] if ranks == 1 else [(0, 0), (0, 1), (1, 0), (1, 1)]] == router.calls
 
 
-def test_an_async_router_is_told_too():
+def test_started_of_an_async_router_is_awaited():
     class Async(ToldOnly):
         async def started(self, workers):
             await asyncio.sleep(0)
@@ -694,7 +692,7 @@ def test_an_async_router_is_told_too():
     assert router.calls == [[0, 1]]
 
 
-def test_a_router_that_raises_in_a_hook_is_named():
+def test_a_router_that_raises_in_started_is_named():
     class Raises(ToldOnly):
         def started(self, workers):
             raise KeyError(len(workers))
@@ -703,7 +701,7 @@ def test_a_router_that_raises_in_a_hook_is_named():
         Fleet(engines(), Raises()).run(trace())
 
 
-def test_a_router_that_ignores_the_notice_is_named():
+def test_a_router_that_ignores_started_workers_is_reported():
     class Deaf(ToldOnly):
         def started(self, workers):
             self.known = workers[1:]
@@ -717,7 +715,7 @@ def test_a_router_that_ignores_the_notice_is_named():
     assert belief.observed.endswith("they differ since started([0, 1]) at 0 ms")
 
 
-def test_the_router_of_a_harness_is_told_too():
+def test_started_is_called_for_the_router_of_a_harness():
     router = ToldOnly()
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=3))
     world.fleet(router).run(trace())
@@ -729,12 +727,12 @@ def test_the_router_of_a_harness_is_told_too():
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "vllm_gemma3", "sglang", "mocker_sglang_1_6"])
-def test_requests_that_are_over_keep_numbers_and_no_tokens(backend):
+def test_finished_requests_release_their_tokens(backend):
     spec = BACKENDS[backend]
     args = MockEngineArgs(num_gpu_blocks=400, block_size=256, engine_type=spec.scheduler)
     served = [TraceRequest(1_000.0 * at, 4_096, 3, tuple(range(8 * at, 8 * at + 8))) for at in range(20)]
     fleet = Fleet([MockEngine(args, backend=backend)], RoundRobin(), trace_block_size=512)
-    fleet.run(served[:2])  # what is loaded and made once
+    fleet.run(served[:2])  # one-time allocations
     tracemalloc.start()
     before, _ = tracemalloc.get_traced_memory()
     report = fleet.run(served)
@@ -742,25 +740,25 @@ def test_requests_that_are_over_keep_numbers_and_no_tokens(backend):
     tracemalloc.stop()
     tokens = sum(each.input_length for each in served)
     assert len(report.completed) == 20
-    held = 150_000  # what is in the cache, rows and reports
+    held = 150_000  # the cache, rows and reports
     assert after - before < 2 * tokens + held, "a tuple of the tokens has 8 bytes each"
     assert peak - before < 4 * tokens + held
     for asked, row in zip(served, report.completed, strict=True):
         assert asked.prompt(tokens=True).tokens == row.prompt.tokens
 
 
-def test_events_cut_their_tokens_when_they_are_read():
+def test_events_create_their_token_ids_when_they_are_read():
     served = [TraceRequest(None, 8_192, 1, tuple(range(16 * at, 16 * at + 16))) for at in range(8)]
     with RouterHarness(EngineProfile(block_size=256, num_blocks=20_000), "vllm_deepseek_v4") as kv:
         worker = kv.worker(0)
-        worker.serve(served[0].prompt(tokens=True))  # what is loaded and made once
+        worker.serve(served[0].prompt(tokens=True))  # one-time allocations
         tracemalloc.start()
         before, _ = tracemalloc.get_traced_memory()
         for request in served[1:]:
             worker.serve(request.prompt(tokens=True))
         after, _ = tracemalloc.get_traced_memory()
         tracemalloc.stop()
-        assert after - before < 7 * 8_192 * 28  # rows of all blocks would be 50 bytes a token
+        assert after - before < 7 * 8_192 * 28  # rows of all blocks would take 50 bytes per token
         stored = [each for each in kv.events if isinstance(each.event.data, Stored) and each.token_ids]
         assert {4, 64, 256} <= {len(row) for each in stored for row in each.token_ids}
         last = tuple(number for number in served[-1].hash_ids for _ in range(512))

@@ -1,4 +1,4 @@
-"""Engines over `sglang` with a host: when events leave, what a report says of device, host and storage; fleets."""
+"""Engines over `sglang` with a host: event times, report figures of device, host and storage, and fleets."""
 
 import pytest
 
@@ -23,21 +23,21 @@ def published(kv):
 
 
 @pytest.mark.parametrize(("every", "copied_at"), [(None, 7), (1, 7), (3, 9), (40, 12)])
-def test_events_wait_for_a_prefill_a_number_of_decode_steps_or_an_idle_engine(every, copied_at):
+def test_events_wait_for_a_prefill_publish_every_decode_steps_or_an_idle_engine(every, copied_at):
     kv = harness(engine={"performance_model": (1, 1), "publish_every": every})
     engine = kv.engine(0)
     engine.submit(range(29), 12)
     engine.step()
-    assert published(kv) == [("device", 7)]  # behind a prefill
+    assert published(kv) == [("device", 7)]  # after a prefill
     while ("host_pinned", 7) not in published(kv):
         engine.step()
         kv.assert_in_sync()
-    assert copied_at == engine.passes  # the last one of 12 leaves it idle
+    assert copied_at == engine.passes  # the last of 12 passes leaves the engine idle
     engine.run()
     assert published(kv) == [("device", 7), ("host_pinned", 7), ("device", 3)]
 
 
-def test_waiting_events_are_in_sync_with_published_ones():
+def test_an_engine_with_waiting_events_is_in_sync():
     kv = harness(num_blocks=16, host=20, engine={"performance_model": (1, 1), "publish_every": 7})
     engine = kv.engine(0)
     for user in range(8):
@@ -53,7 +53,7 @@ def test_waiting_events_are_in_sync_with_published_ones():
     assert not engine.worker.manager._queue
 
 
-def test_events_wait_for_sglangs_host_alone():
+def test_publish_every_is_refused_without_an_sglang_host():
     message = r"^publish_every=40 is for engines over sglang with tiers, .* got <RadixCacheManager sglang"
     with pytest.raises(ValueError, match=message):
         RouterHarness(EngineProfile(), "sglang", engine={"publish_every": 40}).engine(0)
@@ -61,7 +61,7 @@ def test_events_wait_for_sglangs_host_alone():
         MockEngineArgs(publish_every=0)
 
 
-def test_a_request_that_waits_for_a_prefetch_is_passed_over():
+def test_a_request_that_waits_for_a_prefetch_does_not_block_others():
     kv = harness(engine={"performance_model": (1, 1)}, storage=True, prefetch_threshold=16)
     engine, prompt = kv.engine(0), [1] * 41
     engine.worker.storage.fill(prompt)
@@ -76,7 +76,7 @@ def test_a_request_that_waits_for_a_prefetch_is_passed_over():
     kv.assert_in_sync()
 
 
-def test_a_request_that_is_called_off_while_it_waits_holds_nothing():
+def test_a_request_aborted_during_its_prefetch_holds_no_page():
     kv = harness(engine={"performance_model": (1, 1)}, storage=True, prefetch_threshold=16)
     engine, prompt = kv.engine(0), [1] * 41
     engine.worker.storage.fill(prompt)
@@ -89,7 +89,7 @@ def test_a_request_that_is_called_off_while_it_waits_holds_nothing():
     kv.assert_in_sync()
 
 
-def test_a_report_says_what_came_from_device_host_and_storage():
+def test_a_report_counts_the_tokens_from_device_host_and_storage():
     kv = harness(num_blocks=16, storage=True, prefetch_threshold=16)
     engine, prompts = kv.engine(0), [[user] * 41 for user in range(3)]
     engine.worker.storage.fill(prompts[2])
@@ -110,7 +110,7 @@ def test_without_a_host_a_report_has_no_tiers():
 
 
 @pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
-def test_a_fleet_runs_over_sglangs_host(policy, tmp_path):
+def test_a_fleet_runs_over_engines_with_an_sglang_host(policy, tmp_path):
     kv = harness(40, 3, write_policy=policy, storage=True, prefetch_threshold=16, engine={"publish_every": 5})
     trace = synthetic_trace(
         40,

@@ -1,4 +1,4 @@
-"""Fleets of hybrid engines with the verdict on: right routers raise no alarm, whatever is promised and not found."""
+"""Fleets of hybrid engines in a harness: correct routers cause no problem, even if promised blocks are not found."""
 
 from random import Random
 
@@ -11,8 +11,8 @@ from pytest_kvmock.fleets import DynamoRouter, TraceRequest
 HYBRID = [name for name, spec in BACKENDS.items() if spec.group == "hybrid"]
 
 
-def test_a_report_says_which_cache_lacked_what_was_promised_and_not_found():
-    """Three prompts share a beginning: of the second, the window is gone there; of plain engines nothing lacks."""
+def test_a_report_names_the_cache_group_that_lacked_promised_blocks():
+    """Three prompts share a beginning; the second finds no window there. Plain engines lack no block."""
     trace = [TraceRequest(1000.0 * n, 49 * 4, 1, (*range(32), *range(100 * n, 100 * n + 17))) for n in (1, 2, 3)]
     for backend, window in (
         ("vllm_gpt_oss", "sliding_window 4 (window 32)"),
@@ -29,15 +29,15 @@ def test_a_report_says_which_cache_lacked_what_was_promised_and_not_found():
     assert "lacked" not in str(report)
 
 
-def test_a_trace_of_hashes_has_tokens_before_engines_that_need_them():
-    """Gemma 4 hashes less than a block at a time: each id of the trace is a block of tokens of its own."""
+def test_a_trace_of_hashes_becomes_tokens_for_engines_that_need_them():
+    """Gemma 4 hashes units smaller than a block, so each id of the trace becomes a block of its own tokens."""
     with RouterHarness(EngineProfile(4, 600), "vllm_gemma4") as kv:
         report = kv.fleet(DynamoRouter()).run([TraceRequest(1000.0 * n, 38, 3, (*range(9), n)) for n in (20, 30)])
     assert [request.first_reused_tokens for request in report.completed] == [0, 36]
 
 
 def requests(rng, size):
-    """Some that share beginnings, some that go on with what was asked before, at random times."""
+    """Return requests at random times; some share beginnings, some continue earlier ones."""
     ids, asked, now = iter(range(10**9)), [], 0.0
     for _ in range(30):
         now += rng.expovariate(1 / 20)
@@ -49,7 +49,7 @@ def requests(rng, size):
 
 
 @pytest.mark.parametrize("backend", HYBRID)
-def test_a_right_router_before_eight_hybrid_engines_raises_no_alarm(backend):
+def test_a_correct_router_over_eight_hybrid_engines_reports_no_problem(backend):
     size = 64 if backend == "vllm_deepseek_v4" else 4
     for seed in range(examples(2)):
         rng = Random(f"{backend} {seed}")

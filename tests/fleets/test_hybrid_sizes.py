@@ -1,4 +1,4 @@
-"""A request that can never fit an engine of a hybrid model is refused as it is submitted, and no other one."""
+"""Exactly the requests that can never fit an engine of a hybrid model are refused at submission."""
 
 from functools import partial
 
@@ -28,7 +28,7 @@ STATE = st.builds(
 
 @st.composite
 def engines(draw, *, states):
-    """Groups, blocks and arguments of an engine."""
+    """Draw the groups, blocks and arguments of an engine."""
     others = st.one_of(WINDOW, LOCAL, FULL, RING, *([STATE] * 3 if states else []))
     groups = draw(st.permutations([draw(FULL), *draw(st.lists(others, min_size=1, max_size=3))]))
     args = MockEngineArgs(
@@ -57,7 +57,7 @@ def is_refused(groups, args, prompt, output):
 
 
 def outcome(groups, args, prompt, output):
-    """What becomes of a request in an empty engine, were it not refused: "finished", "rejected" or "stalled"."""
+    """Return how a request ends in an empty engine without the size check: "finished", "rejected" or "stalled"."""
     engine = made(groups, args)
     engine.inside._check_size = lambda *request: None
     request = engine.submit(range(prompt), output)
@@ -75,7 +75,7 @@ OUTPUTS = st.integers(1, 60)
 @pytest.mark.parametrize("states", [False, True])
 @given(data=st.data(), prompt=PROMPTS, output=OUTPUTS)
 @settings(max_examples=examples(300), deadline=None)
-def test_refused_is_what_an_empty_engine_does_not_serve(states, data, prompt, output):
+def test_a_request_is_refused_exactly_if_an_empty_engine_cannot_serve_it(states, data, prompt, output):
     engine = data.draw(engines(states=states))
     refused = is_refused(*engine, prompt, output)
     event(f"refused: {refused}")
@@ -88,7 +88,7 @@ def state(size, **fields):
 
 
 FULL_4, RING_4 = CacheGroup("full_attention", 4), CacheGroup("ring", 4)
-NARROW = {  # found by a search: one block more is enough
+NARROW = {  # found by a search; one more block is enough
     "a chunk that ends in a later block than the one before": (
         ([state(8, speculative_blocks=1), RING_4, FULL_4], 14, "1.2.1", 16),
         (41, 1),
@@ -118,7 +118,7 @@ NARROW = {  # found by a search: one block more is enough
 
 
 @pytest.mark.parametrize("name", NARROW)
-def test_states_that_are_held_next_to_the_running_one_count(name):
+def test_cached_states_next_to_the_running_state_count_for_the_size(name):
     (groups, blocks, semantics, most), request = NARROW[name]
 
     def sized(num_gpu_blocks):
@@ -145,7 +145,7 @@ GEMMA = "vllm_gemma3"  # windows of 1024 tokens in six groups, and full attentio
         ("1.6.1", 9 * 16, 2, 7 * 10),
     ],
 )
-def test_all_groups_count(semantics, prompt, output, blocks):
+def test_the_blocks_of_all_cache_groups_count_for_the_size(semantics, prompt, output, blocks):
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=64, block_size=16, semantics=semantics), backend=GEMMA)
     with pytest.raises(
         RequestTooLarge, match=f"^a request of {prompt} \\+ {output} tokens can never fit: {blocks} blocks"
@@ -154,14 +154,14 @@ def test_all_groups_count(semantics, prompt, output, blocks):
     assert engine.requests == []
 
 
-def test_a_window_counts_what_it_holds_at_once():
+def test_a_window_group_counts_only_the_blocks_that_it_holds_at_once():
     groups = [CacheGroup("full_attention", 16), CacheGroup("sliding_window", 16, window=32)]
     args = MockEngineArgs(num_gpu_blocks=40, block_size=16, semantics="1.6.1", max_num_batched_tokens=64)
     assert outcome(groups, args, 300, 200) == "finished"
     assert not is_refused(groups, args, 300, 200)
 
 
-def test_a_prompt_that_is_too_large_by_itself_is_rejected_when_its_turn_comes():
+def test_a_prompt_that_is_too_large_without_output_is_rejected_when_its_turn_comes():
     args = MockEngineArgs(num_gpu_blocks=64, block_size=16, semantics="1.6.1")
     engine = MockEngine(args, backend=GEMMA)
     Fleet([engine], semantics="1.6.1").run([FleetRequest(range(12 * 16), 4)])
@@ -188,21 +188,21 @@ def limited_worker():
     return KvWorker(lambda sink: LIMITED(sink=sink), driver=backend_spec(GEMMA).driver)
 
 
-def test_a_prompt_that_is_longer_than_the_manager_takes_is_refused_in_one_line():
+def test_a_prompt_beyond_max_model_len_of_the_manager_is_refused_in_one_line():
     worker = limited_worker()
     with pytest.raises(ValueError, match=TOO_LONG.format(200)):
         worker.serve(range(200))
     assert worker.manager.num_active_blocks == 0
 
 
-def test_output_that_makes_a_request_longer_is_refused_before_it_is_generated():
+def test_output_beyond_max_model_len_is_refused_before_it_is_generated():
     with limited_worker().prefill(range(96)) as request:
         request.decode(4)
         with pytest.raises(ValueError, match=TOO_LONG.format(101)):
             request.decode(1)
 
 
-def test_slots_beyond_the_longest_request_are_not_allocated():
+def test_slots_beyond_max_model_len_are_not_allocated():
     manager = LIMITED()
     request = manager.new_request(range(90))
     request.tokens.extend(range(50))
@@ -212,7 +212,7 @@ def test_slots_beyond_the_longest_request_are_not_allocated():
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
-def test_an_engine_refuses_what_its_manager_does_not_take(semantics):
+def test_an_engine_refuses_a_request_beyond_max_model_len_of_its_manager(semantics):
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=256, block_size=16, semantics=semantics), worker=limited_worker())
     engine.submit(range(90), 10)
     with pytest.raises(
@@ -223,7 +223,7 @@ def test_an_engine_refuses_what_its_manager_does_not_take(semantics):
     assert [request.status for request in engine.requests] == ["finished"]
 
 
-def test_output_ends_at_the_arguments_limit_and_the_manager_takes_that():
+def test_output_ends_at_max_model_len_of_the_engine_arguments():
     args = MockEngineArgs(num_gpu_blocks=256, block_size=16, semantics="1.6.1", max_model_len=100)
     engine = MockEngine(args, worker=limited_worker())
     request = engine.submit(range(90), 50)

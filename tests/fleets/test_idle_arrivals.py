@@ -1,13 +1,11 @@
-"""Requests that arrive in an idle fleet behind others that wait: nothing ends that would have the router asked
-again, so it is asked then.
-"""
+"""Arrivals in an idle fleet behind waiting requests: no request ends there, so each arrival asks the router again."""
 
 from pytest_kvmock import Fleet, MockEngine, MockEngineArgs
 from pytest_kvmock.fleets import RoundRobin, TraceRequest
 
 
 class LateForTheFirst(RoundRobin):
-    """Lets the first request wait until another one has arrived."""
+    """A router that lets the first request wait until another one has arrived."""
 
     def __init__(self):
         super().__init__()
@@ -20,7 +18,7 @@ class LateForTheFirst(RoundRobin):
         return super().pick(request, candidates)
 
 
-def test_an_arrival_in_an_idle_fleet_has_those_before_it_asked_for_again():
+def test_an_arrival_in_an_idle_fleet_offers_waiting_requests_again():
     router = LateForTheFirst()
     fleet = Fleet([MockEngine(MockEngineArgs(num_gpu_blocks=96, block_size=4))], router)
     report = fleet.run([TraceRequest(0.0, 12, 4, (1, 2, 3)), TraceRequest(500.0, 12, 4, (4, 5, 6))])

@@ -22,7 +22,7 @@ def requests(count=12, output=20):
 
 
 class Watched(RoundRobin):
-    """Notes hooks, and which workers it could pick at each time."""
+    """A router that records its hooks and its candidates at each time."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ def test_requests_of_a_crashed_worker_are_served_by_others(plans):
     assert set(fleet.engines) == {0, 2}
 
 
-def test_with_and_without_plans_a_crash_is_the_same():
+def test_a_crash_is_the_same_with_and_without_plans():
     def serve(plans):
         fleet = planned(Fleet(engines(3), LeastLoaded()), plans=plans)
         fleet.at(75.5).crash(0)
@@ -69,7 +69,7 @@ def test_with_and_without_plans_a_crash_is_the_same():
     assert serve(True) == serve(False)
 
 
-def test_lost_requests_may_be_dropped():
+def test_lost_requests_can_be_dropped_instead_of_sent_again():
     router = Watched()
     fleet = Fleet(engines(3), router)
     fleet.at(60).crash(1, lost="drop")
@@ -80,7 +80,7 @@ def test_lost_requests_may_be_dropped():
     assert {pick.attempt for pick in report.picks} == {1}
 
 
-def test_requests_sent_to_a_dead_worker_come_back():
+def test_requests_sent_to_a_crashed_worker_are_returned():
     router = Watched()
     fleet = Fleet(engines(2), router)
     fleet.at(35).crash(1, notice_ms=40)
@@ -91,7 +91,7 @@ def test_requests_sent_to_a_dead_worker_come_back():
     assert any(pick.worker == 1 and pick.ms > 35 for pick in report.picks)
 
 
-def test_the_first_token_ever_counts():
+def test_the_first_token_before_a_crash_counts_as_first_token():
     fleet = Fleet(engines(2), RoundRobin())
     fleet.at(150).crash(0)
     report = fleet.run(requests(1, output=60))
@@ -100,7 +100,7 @@ def test_the_first_token_ever_counts():
     assert alone.per_request()[0]["last_token_ms"] < report.per_request()[0]["last_token_ms"]
 
 
-def test_the_first_token_ever_counts_after_two_crashes():
+def test_the_first_token_before_two_crashes_counts_as_first_token():
     fleet = Fleet(engines(3), RoundRobin())
     alone = Fleet(engines(3), RoundRobin()).run(requests(1, output=60)).per_request()[0]
     fleet.at(alone["first_token_ms"] + 20).crash(0)
@@ -121,7 +121,7 @@ def test_the_router_is_notified_of_an_announced_restart_and_not_of_a_silent_one(
     assert not [call for call in silent.calls if call[0] in ("added", "removed")]
 
 
-def test_after_an_announced_restart_nothing_is_promised():
+def test_after_an_announced_restart_no_overlap_is_promised():
     seen = []
 
     class Router:
@@ -160,7 +160,7 @@ def test_after_an_announced_restart_a_router_receives_every_event(ranks, delay):
         assert list(range(len(own))) == [number for number, _ in own]
 
 
-def test_a_leaving_worker_ends_its_requests():
+def test_a_leaving_worker_completes_its_requests():
     router = Watched()
     fleet = Fleet(engines(2), router)
     fleet.at(35).leave(0)
@@ -171,7 +171,7 @@ def test_a_leaving_worker_ends_its_requests():
     assert all(workers == [1] for ms, workers in router.seen if ms > 35)
 
 
-def test_a_worker_that_joins_has_its_own_id():
+def test_a_worker_that_joins_gets_a_new_id():
     router = Watched()
     fleet = Fleet(engines(2), router)
     fleet.at(20).leave(1)
@@ -222,7 +222,7 @@ def test_invalid_incidents_are_refused(plan, error, text):
         plan(Fleet(engines(), RoundRobin()))
 
 
-def test_a_worker_that_joins_may_be_named_and_takes_its_time():
+def test_a_join_can_have_an_id_and_a_delay():
     router = Watched()
     fleet = Fleet(engines(2), router)
     assert fleet.at(10).join(7, after_ms=20) == 7
@@ -233,7 +233,7 @@ def test_a_worker_that_joins_may_be_named_and_takes_its_time():
     assert any(7 in workers for ms, workers in router.seen if ms >= 30)
 
 
-def test_a_hook_may_plan_what_happens_to_the_run_under_way():
+def test_a_hook_can_plan_incidents_of_the_current_run():
     class Planning(Watched):
         def dispatched(self, request, worker):
             if request.number == 2:
@@ -251,7 +251,7 @@ def test_a_hook_may_plan_what_happens_to_the_run_under_way():
     assert set(fleet.engines) == {1, 2}
 
 
-def test_a_worker_that_is_gone_is_not_an_answer():
+def test_picking_a_worker_that_is_gone_is_a_router_error():
     class First:
         def pick(self, request, candidates):
             return 0
@@ -275,7 +275,7 @@ HAPPENINGS = {
 
 @pytest.mark.parametrize("happen", HAPPENINGS.values(), ids=HAPPENINGS)
 @pytest.mark.parametrize(("semantics", "backend"), [("1.2.1", "lineage"), ("1.6.1", "vllm")])
-def test_to_a_worker_with_ranks_all_happens_at_once(semantics, backend, happen):
+def test_incidents_affect_all_ranks_of_a_worker_at_once(semantics, backend, happen):
     router = Watched()
     args = replace(ARGS, semantics=semantics, dp_size=2)
     fleet = Fleet([MockEngine(args, backend=backend, seed=seed) for seed in range(4)], router)
@@ -286,7 +286,7 @@ def test_to_a_worker_with_ranks_all_happens_at_once(semantics, backend, happen):
     lost = {number for name, number, *_ in router.calls if name == "lost"}
     again = {pick.number for pick in report.picks if pick.attempt > 1}
     assert 24 - len(lost - again) == len(report.completed)
-    assert len(fleet.run(requests(24)).completed) == 24  # who is left serves on
+    assert len(fleet.run(requests(24)).completed) == 24  # the remaining workers serve another run
 
 
 def test_incidents_after_the_end_are_reported_as_missed():
@@ -302,7 +302,7 @@ def test_incidents_after_the_end_are_reported_as_missed():
 
 @pytest.mark.parametrize("seed", seeds(20))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "mocker_sglang_1_6"])
-def test_with_and_without_plans_incidents_are_the_same(backend, seed):
+def test_incidents_are_the_same_with_and_without_plans(backend, seed):
     rng = Random(seed)
     args = replace(ARGS, engine_type="sglang" if "sglang" in backend else "vllm")
     plan = [(rng.choice(list(HAPPENINGS)), rng.uniform(0, 400)) for _ in range(3)]
@@ -340,7 +340,7 @@ def test_with_and_without_plans_incidents_are_the_same(backend, seed):
     assert serve(True) == serve(False)
 
 
-def test_the_clock_stops_before_a_crash_is_noticed():
+def test_stop_ms_can_end_a_run_before_a_crash_is_noticed():
     class First:
         def pick(self, request, candidates):
             return 0

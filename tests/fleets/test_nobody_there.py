@@ -1,4 +1,4 @@
-"""A fleet without workers: from the start, or as the last one crashes, leaves, or is lost before a later run."""
+"""Fleets without workers: from the start, or after the last one crashes, leaves, or is lost before a later run."""
 
 import asyncio
 from dataclasses import replace
@@ -33,7 +33,7 @@ def requests(count=12, output=8):
 
 
 class Asked(RoundRobin):
-    """Notes for whom it was asked, and with whom."""
+    """A router that records the requests and candidates of its picks."""
 
     def __init__(self):
         super().__init__()
@@ -54,7 +54,7 @@ class Asked(RoundRobin):
 
 
 class Needing(Asked):
-    """Cannot be asked with no candidates."""
+    """A router that needs candidates."""
 
     needs_candidates = True
 
@@ -71,7 +71,7 @@ class Needing(Asked):
 
 
 @pytest.mark.parametrize("router", [Asked, Needing, DynamoRouter, LeastLoaded, MostCached, lambda: RightRouter([])])
-def test_a_fleet_may_begin_without_workers(router):
+def test_a_fleet_can_start_without_workers(router):
     fleet = Fleet([], router(), args=ARGS)
     assert fleet.at(55).join() == 0
     report = fleet.run(requests())
@@ -84,7 +84,7 @@ def test_a_fleet_may_begin_without_workers(router):
     assert not report.beliefs
 
 
-def test_a_router_of_an_empty_fleet_is_notified_that_no_worker_is_there():
+def test_the_router_of_an_empty_fleet_is_notified_of_its_empty_worker_list():
     router = Asked()
     fleet = Fleet([], router, args=ARGS)
     fleet.at(55).join()
@@ -142,7 +142,7 @@ def test_an_invalid_fleet_without_engines_is_refused(make, error, text):
 @pytest.mark.parametrize("plans", [True, False], ids=["plans", "each-pass"])
 @pytest.mark.parametrize("happens", ["crash", "leave"])
 @pytest.mark.parametrize("router", [Asked, Needing, DynamoRouter, LeastLoaded, MostCached, lambda: RightRouter([0, 1])])
-def test_requests_wait_for_a_worker_that_joins_after_the_last_is_gone(router, happens, plans):
+def test_requests_wait_for_a_worker_that_joins_after_the_last_one_left(router, happens, plans):
     fleet = planned(Fleet(engines(), router()), plans=plans)
     getattr(fleet.at(30), happens)(0)
     getattr(fleet.at(35), happens)(1)
@@ -156,7 +156,7 @@ def test_requests_wait_for_a_worker_that_joins_after_the_last_is_gone(router, ha
     assert "no worker was there" not in str(report)
 
 
-def test_with_no_candidates_a_router_is_asked_as_often_as_for_others_that_wait():
+def test_a_router_without_candidates_is_asked_as_often_as_for_any_waiting_request():
     class Refusing(Asked):
         def pick(self, request, candidates):
             worker = super().pick(request, candidates)
@@ -176,7 +176,7 @@ def test_with_no_candidates_a_router_is_asked_as_often_as_for_others_that_wait()
     assert {tuple(workers): True for ms, _, workers in alone.asked if ms > 15} == {(): True, (1,): True}
 
 
-def test_if_nothing_runs_those_that_wait_are_asked_for_at_each_arrival():
+def test_without_workers_waiting_requests_are_offered_at_each_arrival():
     router = Asked()
     Fleet([], router, args=ARGS).run(requests(3))
     assert [(ms, number) for ms, number, _ in router.asked] == [(0, 0), (10, 0), (10, 1), (20, 0), (20, 1), (20, 2)]
@@ -195,7 +195,7 @@ def test_a_router_that_needs_candidates_is_not_called_without_workers():
 
 
 @pytest.mark.parametrize("router", [Asked, Needing])
-def test_a_run_ends_if_no_worker_will_join(router):
+def test_a_run_without_workers_ends_if_no_worker_will_join(router):
     fleet = Fleet(engines(), router())
     fleet.at(30).leave(1)
     fleet.at(35).crash(0)
@@ -209,7 +209,7 @@ def test_a_run_ends_if_no_worker_will_join(router):
     assert fleet.engines == {}
 
 
-def test_a_router_is_shown_that_its_requests_are_unfinished():
+def test_a_router_sees_the_unfinished_status_of_its_requests():
     seen = {}
 
     class Router(Needing):
@@ -228,7 +228,7 @@ def test_a_router_is_shown_that_its_requests_are_unfinished():
     assert report.arrived == 4
 
 
-def test_a_report_of_no_worker_at_all_can_be_read(tmp_path):
+def test_a_report_without_any_worker_can_be_read(tmp_path):
     report = Fleet([], RoundRobin(), args=ARGS, record=True).run(requests(3))
     assert report.run.facts.nobody_from_ms == 0
     assert report.arrived == 3
@@ -241,7 +241,7 @@ def test_a_report_of_no_worker_at_all_can_be_read(tmp_path):
         report.assert_slo(ttft_ms=1e9)
 
 
-def test_a_crashed_worker_sends_requests_back_until_no_worker_is_left():
+def test_requests_to_the_last_worker_return_until_its_crash_is_noticed():
     fleet = Fleet(engines(1), RoundRobin())
     fleet.at(15).crash(0, notice_ms=20)
     report = fleet.run(requests(5))
@@ -250,7 +250,7 @@ def test_a_crashed_worker_sends_requests_back_until_no_worker_is_left():
     assert not report.completed
 
 
-def test_a_router_that_picks_no_worker_although_some_are_there_stalls():
+def test_a_router_that_picks_no_worker_although_some_exist_stalls():
     class Never:
         def pick(self, request, candidates):
             return None
@@ -261,7 +261,7 @@ def test_a_router_that_picks_no_worker_although_some_are_there_stalls():
         fleet.run(requests(2))
 
 
-def test_a_stopped_clock_reports_since_when_no_worker_was_there():
+def test_a_stopped_run_reports_since_when_it_has_no_worker():
     fleet = Fleet(engines(1), RoundRobin(), stop_ms=60)
     fleet.at(15).leave(0)
     fleet.at(100).join()
@@ -273,7 +273,7 @@ def test_a_stopped_clock_reports_since_when_no_worker_was_there():
 # ------------------------------------------------------------------------------------------------- a later run
 
 
-def test_a_later_run_without_workers_has_none_or_those_that_join():
+def test_a_later_run_of_an_empty_fleet_serves_only_if_workers_join():
     router = Asked()
     fleet = Fleet(engines(), router)
     fleet.at(30).crash(0)
@@ -287,10 +287,10 @@ def test_a_later_run_without_workers_has_none_or_those_that_join():
     assert len(third.completed) == 12
     assert [each for each in router.hooks if each[0] == "started"] == [("started", [0, 1])]
     times = [each[0] for each in router.asked]
-    assert sorted(times) == times  # a router's clock does not go back
+    assert sorted(times) == times  # the time that a router sees never goes back
 
 
-def test_an_id_of_a_worker_that_was_there_in_an_earlier_run_is_not_used_again():
+def test_a_worker_id_of_an_earlier_run_is_not_reused():
     fleet = Fleet(engines(3), RoundRobin())
     fleet.at(30).crash(2)
     fleet.run(requests())
@@ -302,7 +302,7 @@ def test_an_id_of_a_worker_that_was_there_in_an_earlier_run_is_not_used_again():
 # ------------------------------------------------------------------------------------------- what is wrong of it
 
 
-def test_an_error_of_a_router_without_candidates_tells_that_there_was_no_worker():
+def test_a_router_error_without_candidates_says_that_no_worker_was_there():
     class First:
         def pick(self, request, candidates):
             return candidates[0].worker
@@ -315,7 +315,7 @@ def test_an_error_of_a_router_without_candidates_tells_that_there_was_no_worker(
     assert raised.value.request.number == 0
 
 
-def test_a_router_that_picks_a_worker_where_there_is_none_is_an_error():
+def test_picking_a_worker_of_an_empty_fleet_is_a_router_error():
     class Zero:
         def pick(self, request, candidates):
             return 0
@@ -326,7 +326,7 @@ def test_a_router_that_picks_a_worker_where_there_is_none_is_an_error():
         fleet.run(requests())
 
 
-def test_needs_candidates_is_true_or_false():
+def test_needs_candidates_must_be_a_boolean():
     class Router(RoundRobin):
         needs_candidates = "yes"
 
@@ -334,7 +334,7 @@ def test_needs_candidates_is_true_or_false():
         Fleet(engines(), Router())
 
 
-def test_a_belief_in_a_worker_where_none_is_there_is_wrong():
+def test_knowing_a_worker_of_an_empty_fleet_is_a_wrong_belief():
     class Router(RoundRobin):
         def workers(self):
             return [0]
@@ -347,7 +347,7 @@ def test_a_belief_in_a_worker_where_none_is_there_is_wrong():
     assert belief.expected == "none, as no worker was there"
 
 
-def test_an_async_router_is_asked_the_same_way():
+def test_an_async_router_with_needs_candidates_waits_for_workers():
     class Router:
         needs_candidates = True
 
@@ -360,7 +360,7 @@ def test_an_async_router_is_asked_the_same_way():
     assert len(asyncio.run(fleet.arun(requests())).completed) == 12
 
 
-def test_dynamo_explains_a_request_without_workers():
+def test_the_dynamo_router_explains_a_request_without_workers():
     class Watching(DynamoRouter):
         def pick(self, request, candidates):
             self.last = request
@@ -374,7 +374,7 @@ def test_dynamo_explains_a_request_without_workers():
 # ------------------------------------------------------------------------------------------------- with a verdict
 
 
-def test_a_harness_judges_a_fleet_whose_last_worker_is_gone():
+def test_a_harness_checks_a_fleet_whose_last_worker_is_gone():
     with RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=2), "lineage") as harness:
         fleet = harness.fleet(RightRouter([0, 1]))
         fleet.at(30).crash(0)
@@ -386,7 +386,7 @@ def test_a_harness_judges_a_fleet_whose_last_worker_is_gone():
         assert [] == list(report.beliefs) == list(report.run.event_errors)
 
 
-def test_a_harness_notes_what_is_believed_of_a_worker_where_none_is_left():
+def test_a_harness_reports_beliefs_about_a_worker_when_none_is_left():
     router = RightRouter([0])
     router.worker_removed = lambda worker: None
     harness = RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=1), "lineage")
@@ -400,7 +400,7 @@ def test_a_harness_notes_what_is_believed_of_a_worker_where_none_is_left():
     ]
 
 
-def test_a_harness_without_workers_makes_no_fleet_without_args():
+def test_a_fleet_of_a_harness_without_workers_needs_args():
     with RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=1), "lineage") as harness:
         harness.worker(0)
         harness.remove_worker(0)
@@ -413,7 +413,7 @@ def test_a_harness_without_workers_makes_no_fleet_without_args():
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-def test_with_and_without_plans_comes_out_the_same_and_all_is_served(seed):
+def test_runs_without_workers_are_the_same_with_and_without_plans(seed):
     rng = Random(seed)
     options = {"concurrency": rng.choice([None, 3]), "event_delay_ms": rng.choice([0, 20]), "record": True}
     happenings = [

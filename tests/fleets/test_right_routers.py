@@ -1,7 +1,6 @@
-"""How often right routers fail what a test may require of a report: Dynamo's cost, llm-d's scorers, SGLang's rule, five
-without an index.
+"""Correct routers pass the assertions of a report: Dynamo's cost, llm-d's scorers, SGLang's rule, five without index.
 
-`--all-routers` plays 10 seeds in 16 settings (half an hour), else a few of them are.
+`--all-routers` plays 10 seeds in 16 settings (half an hour); otherwise a few settings run.
 """
 
 from collections import Counter
@@ -14,7 +13,7 @@ COUNT = 200  # requests
 
 
 def wrong(setting, seed):
-    """What right routers fail that they must not: near saturation those that know no caches may have any latency."""
+    """Return the assertions that correct routers fail, except latencies of cache-unaware ones near saturation."""
     found = [(router.__name__, name) for router in ROUTERS for name in failures(router, setting, seed, COUNT)]
     for router in POLICIES:
         may = set() if setting in CALM else {"no_worse"}
@@ -25,11 +24,11 @@ def wrong(setting, seed):
 
 @worth_its_time
 @pytest.mark.parametrize("setting", few(SETTINGS, 2))
-def test_right_routers_fail_nothing_that_they_must_not(setting):
+def test_correct_routers_pass_every_check_in_a_few_settings(setting):
     assert wrong(setting, seed=0) == []
 
 
-def test_right_routers_fail_nothing_in_any_setting(pytestconfig):
+def test_correct_routers_pass_every_check_in_all_settings(pytestconfig):
     if not pytestconfig.getoption("--all-routers"):
         pytest.skip("half an hour: run it with --all-routers")
     found = Counter()

@@ -1,8 +1,7 @@
-"""Dynamo's router over our engines beside recordings of the original: what every candidate costs at each pick, times,
-figures.
+"""Dynamo's router over our engines compared with recordings of the original: candidate costs, times, figures.
 
-The original draws among equal costs. So a replay of ours follows its recorded choices, and one that is not among the
-cheapest fails.
+The original draws among equal costs. Our replay therefore follows its recorded choices and fails if a choice is not
+among the cheapest.
 """
 
 from itertools import permutations
@@ -22,7 +21,7 @@ from pytest_kvmock.fleets import DynamoRouter, EngineStalled, TraceRequest
 
 PICKS = recorded("replay_kv_picks.json.gz")["cases"]
 SUMMARIES = recorded("replay_kv_router.json.gz")["cases"]
-OF_WORKERS = {  # our report of 1.2.1 has none of these
+OF_WORKERS = {  # our report of 1.2.1 lacks these
     "prefill_worker_seconds",
     "decode_worker_seconds",
     "prefill_gpus_per_worker",
@@ -52,7 +51,7 @@ def fleet_of(case, version, router, **options):
 @pytest.mark.parametrize(
     "case", few([pytest.param(case, id=f"{case['version']}-{case['scheduler']}-{case['seed']}") for case in PICKS], 40)
 )
-def test_every_candidate_has_its_cost_in_the_original(case, plans):
+def test_every_candidate_has_the_recorded_cost(case, plans):
     version = case["version"]
     router = Follower(case["picks"], version, **case["router"])
     requests = [
@@ -93,7 +92,7 @@ def test_a_replay_behind_the_router_has_the_recorded_figures(case, version):
     "case", [pytest.param(case, id=str(case["seed"])) for case in recorded("replay_1.6.1_kv_trtllm.json.gz")]
 )
 def test_a_replay_of_trtllm_behind_the_router_has_the_recorded_figures_and_rows(case):
-    """All but who served a request, which is drawn where candidates are equal."""
+    """Compare everything except the worker of a request, which is drawn among equal candidates."""
     run = case["runs"]["1.6.1"]
     fleet = fleet_of({**case, "engine": {"engine": case["engine"]}}, None, DynamoRouter("1.6.1", rng=Random(1)))
     if "error" in run:
@@ -136,7 +135,7 @@ def test_a_replay_behind_the_router_of_1_6_equals_the_recorded_one(case):
     check_figures(run["summary"], report)
 
     def lines(rows, picks, worker_of):
-        """One line a request: times and counts, worker, overlap there, greatest overlap."""
+        """Return one line per request: times and counts, worker, its overlap, greatest overlap."""
         return sorted(
             (str([row.get(name) for name in columns]), worker_of[row["decode_worker_idx"]], *overlaps)
             for row, overlaps in zip(rows, picks, strict=True)
@@ -149,6 +148,6 @@ def test_a_replay_behind_the_router_of_1_6_equals_the_recorded_one(case):
     own_overlaps = [(pick.overlap, pick.best_overlap) for pick in report.picks]
     workers = range(len(engines))
     expected = lines(rows, recorded_overlaps, workers)
-    # In the recording workers are named by their first appearance.
+    # The recording names workers in the order of their first use.
     own = (lines(report.per_request(), own_overlaps, names) for names in permutations(workers))
     assert expected in own

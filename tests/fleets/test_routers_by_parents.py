@@ -1,4 +1,4 @@
-"""Routers that index parents: what they may raise on, and what a message says where they must not."""
+"""Routers that look up parents: the events on which they may raise, and the message for all other events."""
 
 import re
 
@@ -9,7 +9,7 @@ from pytest_kvmock.fleets import RoundRobin, RouterError, synthetic_trace
 
 
 class ByParents(RoundRobin):
-    """Keeps of each worker the chain of a block, found by its parent's."""
+    """A router that keeps the chain of each worker's block, found through its parent."""
 
     def __init__(self):
         super().__init__()
@@ -31,7 +31,7 @@ class ByParents(RoundRobin):
 
 
 class Loses(ByParents):
-    """Loses a block that nobody removed."""
+    """Loses a block that no event removed."""
 
     def apply(self, event):
         super().apply(event)
@@ -60,7 +60,7 @@ def over(backend, router, num_blocks=20):
     return world, world.fleet(router)
 
 
-def test_it_may_raise_on_a_stored_below_a_block_that_the_engine_removed():
+def test_a_router_by_parents_may_raise_on_a_stored_below_a_removed_block():
     world, fleet = over("multi_lru", ByParents())
     with world:
         report = fleet.run(trace())
@@ -74,13 +74,13 @@ def test_it_may_raise_on_a_stored_below_a_block_that_the_engine_removed():
     assert re.fullmatch(pattern, excused[0]), excused[0]
 
 
-def test_an_index_is_excused_as_the_router_is():
+def test_an_index_may_raise_on_a_stored_below_a_removed_block():
     world = RouterHarness(EngineProfile(num_blocks=20, block_size=4, workers=2), "multi_lru", RadixIndex())
     with world:
         assert len(world.fleet(RoundRobin()).run(trace()).completed) == 250
 
 
-def test_over_bare_engines_it_may_raise_where_the_reference_index_does():
+def test_a_router_over_bare_engines_may_raise_on_a_stored_below_a_removed_block():
     engines = [MockEngine(MockEngineArgs(num_gpu_blocks=20, block_size=4), backend="multi_lru") for _ in range(2)]
     router = ByParents()
     fleet = Fleet(engines, router)
@@ -88,7 +88,7 @@ def test_over_bare_engines_it_may_raise_where_the_reference_index_does():
     assert fleet._calls.excused
 
 
-def test_what_it_must_not_raise_on_names_event_worker_and_block():
+def test_a_router_that_raises_on_a_valid_event_is_reported_with_event_and_block():
     _, fleet = over("lineage", Loses())
     with pytest.raises(RouterError) as raised:
         fleet.run(trace())
@@ -101,7 +101,7 @@ def test_what_it_must_not_raise_on_names_event_worker_and_block():
     assert found[2] == f"0x{int(found[1]):016x}"
 
 
-def test_a_worker_that_has_left_is_named():
+def test_a_router_error_names_the_worker_that_has_left():
     _, fleet = over("lineage", ByParents(), 512)
     fleet.at(100).leave(1)
     with pytest.raises(RouterError, match=r"worker 1 has left: worker_removed\(1\) at 100 ms \(at [\d.]+ ms\)$"):

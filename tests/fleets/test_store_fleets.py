@@ -1,4 +1,4 @@
-"""Stores that the workers of a fleet share: who loads from them, what a router is told, and what it may promise."""
+"""Stores shared by workers of a fleet: loads from them, a router's index of them, and its promises."""
 
 import warnings
 
@@ -11,7 +11,7 @@ from pytest_kvmock.fleets import Fleet, FleetRequest, RoundRobin
 
 
 @pytest.mark.parametrize(("worker", "reused"), [(0, 128), (1, 128), (2, 0)])
-def test_the_workers_of_a_store_load_what_any_of_them_has_written(worker, reused):
+def test_workers_of_a_store_load_blocks_that_any_of_them_wrote(worker, reused):
     router = OfOwners()
     router.worker = worker
     fleet = fleet_of(router)
@@ -22,14 +22,14 @@ def test_the_workers_of_a_store_load_what_any_of_them_has_written(worker, reused
     assert [each.blocks for each in report.run.promises] == [{"disk": {0: 8, 1: 8}}] * 4
 
 
-def test_a_load_from_the_host_ends_in_a_fleet_where_nothing_else_happens():
+def test_a_load_from_the_host_ends_in_an_otherwise_idle_fleet():
     fleet = Fleet([engine(files=False)], RoundRobin())
     serve(fleet, 0, PROMPTS[:1], fillers=1)
     report = fleet.run([FleetRequest(range(5000, 5020), 1, 0.0), FleetRequest([*PROMPTS[0], 9], 1, 2000.0)])
     assert [each.first_reused_tokens for each in report.run.requests] == [0, 112]
 
 
-def test_the_index_of_a_fleet_credits_a_store_to_its_workers():
+def test_the_index_of_a_fleet_attributes_a_store_to_its_workers():
     fleet = fleet_of()
     serve(fleet, 1)
     fleet.run(asked()[:1])
@@ -38,7 +38,7 @@ def test_the_index_of_a_fleet_credits_a_store_to_its_workers():
     assert {key[0] for key in found[DISK]} <= {0, 1}
 
 
-def test_a_folder_outlives_its_workers():
+def test_a_store_folder_outlives_its_workers():
     router = OfOwners()
     fleet = fleet_of(router)
     serve(fleet, 0)
@@ -50,7 +50,7 @@ def test_a_folder_outlives_its_workers():
     assert not report.beliefs
 
 
-def test_a_worker_that_joins_may_be_of_a_store():
+def test_a_worker_that_joins_can_belong_to_a_store():
     router = OfOwners(stores={"disk": {"kind": "files", "workers": [0, 3]}})
     fleet = fleet_of(router, stores={"disk": {"kind": "files", "workers": [0, 3]}})
     serve(fleet, 0)
@@ -60,14 +60,14 @@ def test_a_worker_that_joins_may_be_of_a_store():
     assert router.reused == [128] * 4
 
 
-def test_without_stores_a_folder_is_its_worker_s():
+def test_without_stores_each_worker_has_its_own_folder():
     router = OfOwners()
     router.worker = 1
     fleet = fleet_of(router, stores=None)
     serve(fleet, 0)
     report = fleet.run(asked())
     assert router.reused == [0] * 4
-    assert report.run.promises == ()  # there is nothing to compare with
+    assert report.run.promises == ()  # there is no store to compare with
 
 
 class CreditsThePublisher(OfOwners):
@@ -103,7 +103,7 @@ class TakesItForTheDevice(OfOwners):
         (TakesItForTheDevice, "TakesItForTheDevice.overlap() says 8 of 8 blocks on worker 0"),
     ],
 )
-def test_a_wrong_promise_is_found(router, text):
+def test_a_wrong_promise_of_a_store_is_reported(router, text):
     fleet = fleet_of(router())
     serve(fleet, 0, PROMPTS[:1] if router is JumpsHoles else PROMPTS)
     prompts = [[*PROMPTS[0][: 4 * SIZE], *PROMPTS[1][: 4 * SIZE]]] if router is JumpsHoles else PROMPTS
@@ -112,7 +112,7 @@ def test_a_wrong_promise_is_found(router, text):
     assert text in str(belief)
 
 
-def test_a_wrong_promise_says_what_it_must_be():
+def test_a_wrong_promise_of_a_store_is_reported_with_the_expected_one():
     fleet = fleet_of(CreditsThePublisher())
     serve(fleet, 0)
     (belief,) = fleet.run(asked()).beliefs
@@ -126,21 +126,21 @@ class LeavesItOut(OfOwners):
 
 
 class Lowers(OfOwners):
-    """Promises half of it, alike."""
+    """Promises at most four blocks, for all workers alike."""
 
     def overlap_by_owner(self, request):
         return {"disk": {key: min(blocks, 4) for key, blocks in super().overlap_by_owner(request)["disk"].items()}}
 
 
 @pytest.mark.parametrize("router", [OfOwners, LeavesItOut, Lowers, RoundRobin])
-def test_a_right_promise_passes(router):
+def test_a_correct_promise_of_a_store_passes(router):
     fleet = fleet_of(router())
     serve(fleet, 0)
     fleet.at(3000).leave(0)
     assert not fleet.run(asked()).beliefs
 
 
-def test_a_deleted_file_is_computed_again_and_a_stale_promise_is_no_wrong_one():
+def test_blocks_of_deleted_files_are_recomputed_and_a_stale_promise_passes():
     router = OfOwners()
     router.worker = 1
     fleet = fleet_of(router)
@@ -152,7 +152,7 @@ def test_a_deleted_file_is_computed_again_and_a_stale_promise_is_no_wrong_one():
     assert not report.beliefs
 
 
-def test_workers_of_other_layouts_find_nothing_of_each_other_which_is_said_once():
+def test_workers_with_different_layouts_share_no_blocks_and_one_warning_says_so():
     router = OfOwners()
     router.worker = 1
     message = (
@@ -176,12 +176,12 @@ def test_workers_of_other_layouts_find_nothing_of_each_other_which_is_said_once(
         (STORES, r"^stores\['disk'\]: worker 0 has no place for it: a store of kind 'files' is below a host; give "),
     ],
 )
-def test_what_is_wrong_with_stores_is_said_in_one_line(stores, message):
+def test_invalid_stores_are_refused_in_one_line(stores, message):
     with pytest.raises(ValueError, match=message):
         fleet_of(RoundRobin(), [engine(files=False)], stores=stores)
 
 
-def test_a_wrong_answer_of_a_router_is_said_in_one_line():
+def test_an_invalid_overlap_by_owner_is_reported_in_one_line():
     for answer, message in (
         ({"dsk": {}}, r"overlap_by_owner\(\): unknown store 'dsk'; did you mean 'disk'"),
         ({"disk": 3}, r"overlap_by_owner\(\): must return {store: {worker: blocks}}, got {'disk': 3}"),

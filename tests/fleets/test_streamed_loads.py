@@ -1,4 +1,4 @@
-"""A fleet whose router is fed by the load stream of its engines: what it is shown, and what is lost on the way."""
+"""Fleets whose router gets loads from the load stream of its engines: the readings, and lost messages."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def engines(count=2, **args):
 
 
 class Watching:
-    """Sends the first request to worker 0, the others where it was told, and notes what it is shown."""
+    """A router that picks worker 0 first and then the configured worker, and records its candidates."""
 
     def __init__(self, others=0):
         self.seen, self.others = [], others
@@ -53,7 +53,7 @@ def test_a_prompt_is_reported_at_once_and_decode_steps_every_interval():
     assert found == [(0, 0.0, 0), (0, 5.0, 0), (1, 15.0, 1), (1, 295.0, 1), (2, 5.0, 1)]
 
 
-def test_the_reported_loads_are_those_of_the_candidate():
+def test_a_candidate_shows_the_reported_loads():
     router = played([request(0.0, output=40), request(21.0, first=1000)])
     shown = router.seen[1][1][0]
     assert (shown.active_requests, shown.decode_blocks, shown.usage) == (1, 3, 0.03)
@@ -66,27 +66,27 @@ def test_a_worker_without_reports_has_no_reading():
     assert router.readings(1) == [(0.0, None), (2500.0, None)]
 
 
-def test_a_worker_that_falls_silent_keeps_its_last_reading_which_gets_older():
+def test_a_silent_worker_keeps_its_last_reading_with_a_growing_age():
     router = played([request(0.0), request(4500.0)], LoadFeed(silent={1: 1500.0}))
     (_, first), (_, last) = router.readings(1)
     assert (first.is_fresh, last.number, last.age_ms, last.is_fresh) == (True, 1, 3500.0, False)
 
 
-def test_a_failed_poll_leaves_the_earlier_reading():
+def test_a_failed_poll_keeps_the_earlier_reading():
     feed = LoadFeed("engine", every_ms=100.0, silent={0: 50.0, 1: 0.0})
     router = played([request(0.0, output=90), request(200.0), request(420.0)], feed)
     assert [reading and reading.age_ms for _, reading in router.readings(0)] == [0.0, 200.0, 420.0]
     assert router.readings(1) == [(0.0, None), (200.0, None), (420.0, None)]
 
 
-def test_numbers_jump_and_short_messages_have_the_first_entries():
+def test_a_feed_can_skip_numbers_and_shorten_messages():
     router = played([request(0.0), request(1500.0)], LoadFeed(jumps={1: 9}, short=[1], late_ms=600.0))
     (_, first), (_, second) = router.readings(1)
     assert (first, second.number, second.age_ms) == (None, 9, 1500.0)
     assert second.stat == LoadStat(0, 0, 0, 1600)
 
 
-def test_a_worker_that_restarts_begins_with_number_0():
+def test_a_restarted_worker_numbers_its_readings_from_0():
     router, fleet_engines = Watching(), engines()
     fleet = Fleet(fleet_engines, router, loads="stream")
     fleet.at(2500.0).restart(1)

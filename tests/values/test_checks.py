@@ -1,4 +1,4 @@
-"""The words of refusals."""
+"""The texts of validation errors."""
 
 from __future__ import annotations
 
@@ -23,22 +23,22 @@ RULES = ["parent_block_not_found", "block_not_found", "event_id_gap", "wrong_has
         (7, f"unknown rule 7; known: {', '.join(RULES)}"),
     ],
 )
-def test_an_unknown_name_is_answered_with_the_nearest_and_all_known_ones(name, message):
+def test_the_error_for_an_unknown_name_suggests_the_nearest_and_lists_all_known_names(name, message):
     assert unknown_text("rule", name, RULES) == message
 
 
-def test_a_value_that_is_not_allowed_is_answered_the_same_way():
+def test_the_error_for_a_disallowed_value_suggests_the_nearest_and_lists_the_allowed_ones():
     assert not_allowed_text("fial", ("fail", "warn")) == "got 'fial'; did you mean 'fail'? allowed: fail, warn"
     assert not_allowed_text(None, ("fail", "warn")) == "got None; allowed: fail, warn"
 
 
-def test_the_nearest_names_are_available_separately():
+def test_did_you_mean_suggests_the_nearest_names():
     assert did_you_mean("lruu", ["lru", "lineage"]) == "; did you mean 'lru'?"
     assert did_you_mean("nam", ["names", "name", "rank"]) == "; did you mean 'name' or 'names'?"
     assert did_you_mean("nonsense", ["lru", "lineage"]) == ""
 
 
-def test_a_common_prefix_makes_no_name_nearer():
+def test_a_common_prefix_does_not_make_a_name_similar():
     known = ["kvmock_backends", "kvmock_show_log", "kvmock_seed"]
     assert did_you_mean("kvmock_bakends", known) == "; did you mean 'kvmock_backends'?"
     assert did_you_mean("kvmock_zzzz", known) == ""
@@ -52,7 +52,7 @@ def test_an_integer_of_at_least_n_is_returned(value):
 @pytest.mark.parametrize(
     ("value", "error"), [(0, ValueError), (-1, ValueError), (True, TypeError), ("1", TypeError), (1.0, TypeError)]
 )
-def test_other_integers_are_refused(value, error):
+def test_integers_below_n_and_other_types_are_refused(value, error):
     with pytest.raises(ValueError, match=rf"^size must be an integer of at least 1 \(blocks\), got {value!r}$"):
         check_integer("size", value, 1, " (blocks)")
     with pytest.raises(error, match=rf"^size must be an integer of at least 1, got {value!r}$"):
@@ -79,7 +79,7 @@ def test_a_value_that_is_not_a_finite_number_in_range_is_refused(value):
         assert str(caught.value) == f"ratio must be {allowed}, got {given}"
 
 
-def test_a_number_above_the_most_is_refused():
+def test_a_number_above_the_maximum_is_refused():
     assert check_number("ratio", 1, 0, 1) == 1.0
     with pytest.raises(ValueError, match=r"^ratio must be a finite number from 0.5 to 1, got 1.5$"):
         check_number("ratio", 1.5, 0.5, 1)

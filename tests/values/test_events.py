@@ -41,18 +41,17 @@ def test_a_stored_shows_its_blocks_as_objects_when_asked():
         ((None, (1,), (3,), None, (None, None)), "1 block_hashes and 2 entries of mm_extra_info"),
     ],
 )
-def test_a_stored_of_uneven_lists_says_how_long_they_are(arguments, message):
+def test_the_error_for_uneven_lists_of_a_stored_has_their_lengths(arguments, message):
     with pytest.raises(ValueError, match=message):
         Stored(*arguments)
 
 
-# What hybrid models and offloading publish: a span of which some blocks were kept, and a place of blocks that are
-# known.
+# Events of hybrid models and offloading: a span with some of its blocks kept, and a location of known blocks.
 SPARSE = SparseStored(7, (1, 2), span=24, block_size=4)
 SPANS = [SPARSE, SparseStored(None, (), 4, 4), SparseStored(2**64 - 1, (2**63,), 8, 4)]
 
 
-def test_a_sparse_stored_is_a_stored_with_names_alone():
+def test_a_sparse_stored_is_a_stored_with_only_block_hashes():
     assert isinstance(SPARSE, Stored)
     assert (
         SPARSE.kind, SPARSE.tokens_hashes, SPARSE.blocks, SPARSE.start_position, SPARSE.mm_extra_info
@@ -81,13 +80,13 @@ def test_an_invalid_span_is_refused(arguments, message):
 
 
 @pytest.mark.parametrize("data", [*SPANS, Located((3, 2**64 - 1)), Located(())], ids=repr)
-def test_a_sparse_stored_and_a_location_have_a_json_of_their_own(data):
+def test_a_sparse_stored_and_a_location_have_their_own_json_form(data):
     event = RouterEvent(1, KvCacheEvent(4, data, 2), StorageTier.HOST_PINNED)
     assert event == RouterEvent.from_json(event.to_json())
     assert data.kind in event.to_dict()["event"]["data"]
 
 
-def test_their_json_has_hashes_as_dynamo_reads_them():
+def test_the_json_of_sparse_stored_and_locations_has_unsigned_hashes():
     assert KvCacheEvent(0, Located((-1,))).to_dict()["data"] == {"located": {"block_hashes": [2**64 - 1]}}
     sparse = {"parent_hash": 2**64 - 2, "block_hashes": [2**64 - 1], "span": 8, "block_size": 4}
     assert {"stored": sparse} == KvCacheEvent(0, SparseStored(-2, (-1,), 8, 4)).to_dict()["data"]
@@ -102,18 +101,18 @@ def test_their_json_has_hashes_as_dynamo_reads_them():
         ({"span": 8, "block_size": 4, "block_hashes": [-1]}, "stored.block_hashes[0]: expected an integer"),
     ],
 )
-def test_a_json_of_no_span_is_refused(fields, message):
+def test_an_invalid_json_of_a_sparse_stored_is_refused(fields, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         KvCacheEvent.from_dict({"event_id": 0, "data": {"stored": fields}})
 
 
-def test_a_location_is_a_value():
+def test_locations_compare_by_value():
     assert Located([1, 2]) == Located((1, 2)) != Removed((1, 2))
     assert repr(Located([1, 2])) == "Located(block_hashes=(1, 2))"
     assert (Located.kind, Removed.kind, Cleared.kind) == ("located", "removed", "cleared")
 
 
-def test_token_ids_travel_with_a_router_event_and_do_not_count():
+def test_token_ids_of_a_router_event_do_not_affect_equality_or_json():
     event = KvCacheEvent(0, Stored(None, (1,), (2,)))
     with_tokens = RouterEvent(1, event, token_ids=((1, 2, 3, 4),))
     assert RouterEvent(1, event) == with_tokens
@@ -121,7 +120,7 @@ def test_token_ids_travel_with_a_router_event_and_do_not_count():
     assert RouterEvent(1, event).to_json() == with_tokens.to_json()
 
 
-def test_events_of_another_worker_rank_tier_or_id_are_other_events():
+def test_events_with_a_different_worker_rank_tier_or_id_are_not_equal():
     event = KvCacheEvent(0, Removed((1,)))
     others = [
         RouterEvent(2, event),
@@ -154,7 +153,7 @@ def test_events_of_another_worker_rank_tier_or_id_are_other_events():
         ),
     ],
 )
-def test_the_json_form_is_dynamo_s(expected, event):
+def test_the_json_form_equals_that_of_dynamo(expected, event):
     assert event.to_json() == expected
     assert json.loads(expected) == event.to_dict()
 
@@ -189,14 +188,14 @@ kv_events = st.builds(KvCacheEvent, u64, data(), st.integers(0, 2**32 - 1))
 
 
 @given(kv_events)
-def test_every_event_reads_back_from_its_json(event):
+def test_every_event_is_read_back_from_its_json(event):
     assert event == KvCacheEvent.from_json(event.to_json())
     assert event == KvCacheEvent.from_json(event.to_json().encode())
     assert event == KvCacheEvent.from_dict(event.to_dict())
 
 
 @given(st.builds(RouterEvent, u64, kv_events, st.sampled_from(StorageTier)))
-def test_every_router_event_reads_back_from_its_json(event):
+def test_every_router_event_is_read_back_from_its_json(event):
     assert event == RouterEvent.from_json(event.to_json())
     assert event == RouterEvent.from_dict(event.to_dict())
 
@@ -218,12 +217,12 @@ def test_every_router_event_reads_back_from_its_json(event):
         (KvCacheEvent(0, Cleared(), 5), {"event_id": 0, "data": {"cleared": None}, "dp_rank": 5}),
     ],
 )  # fmt: skip
-def test_absent_fields_have_defaults_and_unknown_ones_are_ignored(expected, given_):
+def test_missing_fields_have_defaults_and_unknown_fields_are_ignored(expected, given_):
     assert KvCacheEvent.from_dict(given_) == expected
     assert KvCacheEvent.from_json(json.dumps(given_)) == expected
 
 
-def test_a_router_event_without_a_tier_is_of_the_device():
+def test_the_tier_of_a_router_event_defaults_to_the_device():
     expected = RouterEvent(7, KvCacheEvent(0, Cleared()), StorageTier.DEVICE)
     assert RouterEvent.from_dict({"worker_id": 7, "event": {"event_id": 0, "data": "cleared"}, "x": 1}) == expected
 
@@ -263,7 +262,7 @@ def test_a_router_event_without_a_tier_is_of_the_device():
         (None, r"KvCacheEvent: expected an object, got None"),
     ],
 )  # fmt: skip
-def test_a_rejection_names_the_place(given_, message):
+def test_the_error_for_an_invalid_event_names_the_field(given_, message):
     with pytest.raises(ValueError, match=message):
         KvCacheEvent.from_dict(given_)
     with pytest.raises(ValueError, match=message.replace("True", ".rue").replace("None", "(None|null)")):
@@ -283,7 +282,7 @@ def test_a_rejection_names_the_place(given_, message):
         ),
     ],
 )
-def test_a_router_event_s_rejection_says_where(given_, message):
+def test_the_error_for_an_invalid_router_event_names_the_field(given_, message):
     with pytest.raises(ValueError, match=message):
         RouterEvent.from_json(json.dumps(given_))
 
@@ -303,17 +302,17 @@ def test_a_router_event_s_rejection_says_where(given_, message):
     ],
     ids=range(9),
 )
-def test_text_that_serde_would_not_read_is_refused(text, message):
+def test_text_that_serde_would_reject_is_refused(text, message):
     with pytest.raises(ValueError, match=f"KvCacheEvent: {message}"):
         KvCacheEvent.from_json(text)
 
 
-def test_an_unknown_field_may_come_twice():
+def test_an_unknown_field_can_occur_twice():
     assert KvCacheEvent(0, Cleared()) == KvCacheEvent.from_json('{"event_id":0,"data":"cleared","x":1,"x":2}')
 
 
-def test_the_short_way_to_an_event_makes_the_same():
+def test_stored_event_creates_the_same_event_as_the_constructors():
     short = stored_event(1, 2, 3, 4, (5, 6), (7, 8), StorageTier.DISK, [(9,), (10,)])
     long = RouterEvent(1, KvCacheEvent(2, Stored(4, (5, 6), (7, 8)), 3), StorageTier.DISK, [(9,), (10,)])
 
-    assert (long, repr(long)) == (short, repr(short))  # the text has what is no part of equality
+    assert (long, repr(long)) == (short, repr(short))  # the repr also shows fields that equality ignores

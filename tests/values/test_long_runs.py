@@ -1,4 +1,4 @@
-"""Long runs have Python look for cycles less often, never not at all, and leave the collector as they found it."""
+"""Long runs make the garbage collector run less often, never disable it, and restore its settings at the end."""
 
 import asyncio
 import gc
@@ -32,7 +32,7 @@ def _collector_of_a_new_interpreter():
 
 
 class Hooked(RoundRobin):
-    """Calls something before each pick."""
+    """A router that calls a hook before each pick."""
 
     def __init__(self, hook):
         super().__init__()
@@ -111,7 +111,7 @@ def a_check(look, home):
 
 
 @pytest.mark.parametrize("run", [a_fleet, an_async_fleet, a_replay, a_page, a_reduction, states_of_books, a_check])
-def test_python_looks_for_cycles_less_often_while_it_lasts(run, tmp_path, monkeypatch):
+def test_the_garbage_collector_runs_less_often_during_a_long_run(run, tmp_path, monkeypatch):
     monkeypatch.setattr(check, "_EVERY", 1)
     seen = set()
     run(lambda: seen.add((gc.isenabled(), gc.get_threshold())), tmp_path)
@@ -123,17 +123,17 @@ def test_python_looks_for_cycles_less_often_while_it_lasts(run, tmp_path, monkey
 # collected
 
 
-def test_a_cycle_that_a_hook_of_a_router_made_is_collected_after_the_run():
+def test_a_reference_cycle_made_by_a_router_hook_is_collected_after_the_run():
     made = []
     fleet(lambda: made.append(weakref.ref(Cycle()))).run(TRACE)
     assert len(TRACE) == len(made)
     kept = []
-    while any(ref() is not None for ref in made) and len(kept) < 10_000:  # nobody asks: new objects are enough
+    while any(ref() is not None for ref in made) and len(kept) < 10_000:  # no gc.collect(): new allocations are enough
         kept.append([])
     assert [None] * len(TRACE) == [ref() for ref in made]
 
 
-def test_cycles_that_hooks_make_are_collected_within_the_run_where_they_are_many():
+def test_many_reference_cycles_made_by_hooks_are_collected_during_the_run():
     made = []
 
     def many():
@@ -149,7 +149,7 @@ def test_cycles_that_hooks_make_are_collected_within_the_run_where_they_are_many
 
 
 @pytest.mark.parametrize("raised", [ValueError, KeyboardInterrupt])
-def test_after_an_exception_thresholds_are_as_before(raised):
+def test_an_exception_restores_the_collector_thresholds(raised):
     def hook():
         assert gc.get_threshold() == IN_A_RUN
         raise raised
@@ -160,32 +160,32 @@ def test_after_an_exception_thresholds_are_as_before(raised):
 
 
 @pytest.mark.parametrize("own", [(699, 10, 10), (1, 1, 1), (100_000, 50, 1_000), (0, 10, 10), (700, 11, 10)])
-def test_thresholds_of_the_users_own_are_left_alone(own):
+def test_custom_collector_thresholds_are_not_changed(own):
     gc.set_threshold(*own)
     assert {own} == thresholds_in_a_fleet()
     assert own == gc.get_threshold()
 
 
 @pytest.mark.parametrize("own", [(2_000, 10, 10), (2_000, 10, 0)])
-def test_those_of_later_pythons_are_raised_too(own):
+def test_the_default_thresholds_of_later_python_versions_are_raised(own):
     gc.set_threshold(*own)
     assert {(RAISED, *own[1:])} == thresholds_in_a_fleet()
     assert own == gc.get_threshold()
 
 
-def test_a_collector_that_is_off_stays_off():
+def test_a_disabled_collector_stays_disabled():
     gc.disable()
     assert thresholds_in_a_fleet() == {AT_START}
     assert not gc.isenabled()
     assert gc.get_threshold() == AT_START
 
 
-def test_thresholds_that_a_hook_sets_stand():
+def test_thresholds_set_by_a_hook_are_kept():
     assert thresholds_in_a_fleet(lambda: gc.set_threshold(5, 5, 5)) == {(5, 5, 5)}
     assert gc.get_threshold() == (5, 5, 5)
 
 
-def test_a_run_inside_another_ends_without_ending_it():
+def test_a_nested_run_does_not_restore_the_thresholds_of_the_outer_run():
     with long_run():
         fleet(lambda: None).run(TRACE)
         assert gc.get_threshold() == IN_A_RUN
@@ -195,14 +195,14 @@ def test_a_run_inside_another_ends_without_ending_it():
 # ---------------------------------------------------------------------------------------- while engines are served
 
 
-def test_nothing_is_raised_while_engines_are_served():
+def test_thresholds_are_not_raised_while_a_server_runs():
     with RouterHarness(EngineProfile(block_size=16, num_blocks=64, workers=1)) as kv:
         with KvServer(kv):
             assert thresholds_in_a_fleet() == {AT_START}
         assert thresholds_in_a_fleet() == {IN_A_RUN}
 
 
-def test_a_server_that_begins_within_a_run_has_the_collector_as_it_was():
+def test_a_server_started_within_a_run_restores_the_thresholds():
     with RouterHarness(EngineProfile(block_size=16, num_blocks=64, workers=1)) as kv, long_run(), KvServer(kv):
         assert gc.get_threshold() == AT_START
         with long_run():

@@ -1,4 +1,4 @@
-"""What a prompt carries beside its tokens: its hashes by the recordings, its refusals, and what travels with events."""
+"""Prompt keys: recorded hashes, refused values, and the extra data of events."""
 
 import pytest
 from hybrid_sizes import EACH, sized
@@ -34,7 +34,7 @@ DIGEST = "00000000deadbeef" + "0" * 48
 OTHER = "00000000cafebabe" + "f" * 48
 
 
-def test_local_hashes_are_those_that_dynamo_gave(recording):
+def test_local_hashes_equal_the_recorded_ones_of_dynamo(recording):
     checked = 0
     for case in recording("dynamo_block_hashes.json"):
         if case["is_eagle"]:
@@ -53,7 +53,7 @@ def test_local_hashes_are_those_that_dynamo_gave(recording):
     assert checked == 9
 
 
-def test_a_prompt_shows_what_it_carries():
+def test_a_prompt_has_its_keys_as_attributes():
     prompt = Prompt(range(8), lora_name="a", cache_salt="s", multimodal=[("cat", 1, 2)], session_id="x")
     found = prompt.lora_name, prompt.cache_salt, prompt.multimodal, prompt.session_id
     assert ("a", "s", (MultimodalItem("cat", 1, 2),), "x") == found
@@ -72,7 +72,7 @@ def test_a_prompt_shows_what_it_carries():
         ({"session_id": "x"}, {}),
     ],
 )
-def test_local_hashes_are_those_of_tokens_with_these_options(keys, options):
+def test_prompt_keys_change_local_hashes_like_the_hash_options(keys, options):
     assert block_hashes(range(13), 4, **options) == Prompt(range(13), **keys).block_hashes(4)
 
 
@@ -86,7 +86,7 @@ def test_a_prompt_without_keys_is_unchanged():
     )
 
 
-def test_the_continuation_of_a_prompt_carries_the_same_keys():
+def test_the_continuation_of_a_prompt_has_the_same_keys():
     prompt = Prompt([1, 2], lora_name="a", session_id="x")
     longer = prompt.followed_by([3], session_id="y")
     assert ((1, 2, 3), PromptKeys("a", session_id="y")) == (longer.tokens, longer.keys)
@@ -133,24 +133,24 @@ def test_the_continuation_of_a_prompt_carries_the_same_keys():
         ),
     ],
 )
-def test_what_it_cannot_carry_is_refused(arguments, message):
+def test_invalid_prompt_keys_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         Prompt(range(4), **arguments)
 
 
-def test_the_path_of_an_adapter_is_a_text():
+def test_the_path_of_an_adapter_must_be_a_string():
     with pytest.raises(ValueError, match=r"^lora_path must be a string, got 5$"):
         PromptKeys("a", lora_path=5)
 
 
-def test_items_that_touch_do_not_overlap():
+def test_adjacent_multimodal_items_do_not_overlap():
     assert [
         tuple(item[0] for item in Prompt(range(8), multimodal=items).keys.multimodal[1:])
         for items in ([("a", 0, 8)], [("b", 4, 4), ("a", 0, 4)])
     ] == [(), ("b",)]
 
 
-def test_all_keys_but_the_session_change_hashes():
+def test_a_prompt_of_hashes_accepts_only_the_session_as_a_key():
     assert Prompt(hashes=[1], session_id="x").keys.session_id == "x"
     with pytest.raises(
         ValueError, match=r"^lora_name and cache_salt of a prompt of hashes=: these hashes are made with"
@@ -161,7 +161,7 @@ def test_all_keys_but_the_session_change_hashes():
 # ---------------------------------------------------------------------------------------------- beside an event
 
 
-def test_keys_travel_under_the_names_of_the_wire():
+def test_prompt_keys_are_carried_under_the_field_names_of_the_wire():
     keys = PromptKeys("a", "s", (("m", 2, 4),), "x")
     assert keys.carried(0, 3, 4, LoraIds()) == {
         "lora_id": 1,
@@ -170,17 +170,17 @@ def test_keys_travel_under_the_names_of_the_wire():
         "session_id": "x",
         "extra_keys": [("a", ("m", 2), "s"), ("a", ("m", -2)), ("a",)],
     }
-    assert "lora_id" not in keys.carried(0, 3, 4)  # a request has the name alone
+    assert "lora_id" not in keys.carried(0, 3, 4)  # a request has only the name
     assert PromptKeys(session_id="x").carried(0, 3, 4) == {"session_id": "x"}
     assert PromptKeys(cache_salt="s").carried(1, 3, 4)["extra_keys"] == [None, None]
 
 
 ENGINES = [name for name in EACH if name != "hash_cache" and not name.startswith("sglang")]
-"""Those have no numbers for adapters: refused, or a name alone."""
+"""The backends with numbers for adapters; the others refuse adapters, or have only names."""
 
 
 def ids_of(worker, events, *names):
-    """The numbers of adapters beside what a worker stores, each for a prompt of its own."""
+    """Return the adapter numbers of a worker's Stored events, one prompt per adapter."""
     ids = []
     for name in names:
         worker.serve(Prompt(range(1, 4 * worker.manager.block_size + 2), lora_name=name))
@@ -189,7 +189,7 @@ def ids_of(worker, events, *names):
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_adapters_count_from_1_in_the_order_of_first_use_by_engine(backend):
+def test_each_engine_numbers_adapters_from_1_in_the_order_of_first_use(backend):
     with RouterHarness(sized(EngineProfile(block_size=4, num_blocks=64, workers=2), backend), backend) as kv:
         stored = []
         kv.add_sink(stored.append)
@@ -205,7 +205,7 @@ def test_adapters_count_from_1_in_the_order_of_first_use_by_engine(backend):
 
 
 @pytest.mark.parametrize("backend", ENGINES)
-def test_an_adapter_counts_though_its_request_stores_nothing(backend):
+def test_an_adapter_is_numbered_even_if_its_request_stores_nothing(backend):
     with RouterHarness(sized(EngineProfile(block_size=4, num_blocks=64), backend), backend) as kv:
         stored = []
         kv.add_sink(stored.append)
@@ -216,7 +216,7 @@ def test_an_adapter_counts_though_its_request_stores_nothing(backend):
 
 
 class ById:
-    """An index that tells adapters apart by their numbers."""
+    """An index that identifies adapters by number."""
 
     def __init__(self):
         self.tree = RadixIndex()
@@ -235,7 +235,7 @@ class ById:
         return self.tree.find_matches(self.local(tokens, extra))
 
 
-def test_an_index_by_the_number_of_an_adapter_drifts():
+def test_an_index_that_identifies_adapters_by_number_drifts():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=2), "vllm", ById())
     kv.worker(0).serve(Prompt(range(1, 10), lora_name="a"))
     kv.worker(1).serve(Prompt(range(1, 10), lora_name="b"))
@@ -243,8 +243,8 @@ def test_an_index_by_the_number_of_an_adapter_drifts():
         kv.events.assert_no_event_errors()
 
 
-def test_the_keys_of_a_block_are_those_that_vllm_hashed(recording):
-    """Those of 0.19.1 are not tagged, as on the wire."""
+def test_the_extra_keys_of_a_block_equal_those_hashed_by_vllm(recording):
+    """Compare with 0.19.1, whose keys are untagged, as on the wire."""
     keys = {
         "salt": PromptKeys(cache_salt="salt1"),
         "lora": PromptKeys("adapter-a"),
@@ -262,7 +262,7 @@ def test_the_keys_of_a_block_are_those_that_vllm_hashed(recording):
             assert recorded == keys[case["case"]].carried(0, 3, 4)["extra_keys"]
 
 
-def test_extra_keys_count_neither_for_equality_nor_in_json():
+def test_extra_keys_do_not_affect_equality_or_json():
     event = KvCacheEvent(0, Stored(None, (1,), (1,)))
     plain, other = RouterEvent(0, event), RouterEvent(0, event, extra={"lora_name": "a"})
     assert plain == other
@@ -273,7 +273,7 @@ def test_extra_keys_count_neither_for_equality_nor_in_json():
 
 
 def one_behind_the_other(drawn):
-    """Items of (identifier, tokens before it, length)."""
+    """Return items that follow each other; each is given as (identifier, tokens before it, length)."""
     found, end = [], 0
     for identifier, gap, length in drawn:
         found.append((identifier, end + gap, length))
@@ -294,7 +294,7 @@ any_keys = st.builds(
 
 
 @given(keys=any_keys, start=st.integers(0, 3), count=st.integers(1, 3))
-def test_local_hashes_follow_from_the_tokens_of_an_event_and_what_travels_with_it(keys, start, count):
+def test_local_hashes_follow_from_the_tokens_and_extra_data_of_an_event(keys, start, count):
     prompt = Prompt(range(24)).with_keys(keys)
     extra = keys.carried(start, start + count, 4)
     tokens = range(4 * start, 4 * (start + count))
@@ -303,13 +303,13 @@ def test_local_hashes_follow_from_the_tokens_of_an_event_and_what_travels_with_i
 
 
 @given(keys=any_keys, start=st.integers(0, 2), end=st.integers(0, 3))
-def test_a_part_of_an_event_has_its_part(keys, start, end):
+def test_part_of_selects_the_extra_keys_of_the_given_blocks(keys, start, end):
     assert keys.carried(start, start + end, 4) == part_of(keys.carried(0, 6, 4), range(start, start + end))
 
 
 @given(first=any_keys, second=any_keys)
-def test_prompts_share_local_hashes_only_where_they_carry_the_same(first, second):
-    """But for where in a block an item stands, and in which order: Dynamo's hashes leave that out."""
+def test_prompts_share_local_hashes_only_where_their_keys_are_equal(first, second):
+    """Ignore the position and order of items within a block: Dynamo's hashes do not include them."""
 
     def of(keys):
         return [(keys.lora_name, keys.cache_salt, sorted(of)) for of in keys.mm_hashes(0, 6, 4) or [[]] * 6]
@@ -318,13 +318,13 @@ def test_prompts_share_local_hashes_only_where_they_carry_the_same(first, second
     assert [a == b for a, b in zip(of(first), of(second), strict=True)] == [a == b for a, b in hashes]
 
 
-def test_items_come_in_the_order_of_their_offsets():
+def test_multimodal_items_are_sorted_by_offset():
     keys = PromptKeys(multimodal=[("b", 4, 1), ["a", 0, 2]])
     assert (MultimodalItem("a", 0, 2), MultimodalItem("b", 4, 1)) == keys.multimodal
     assert repr(keys) == "PromptKeys(multimodal=(('a', 0, 2), ('b', 4, 1)))"
 
 
-def test_events_of_cache_groups_carry_the_keys_that_engines_with_one_cache_lack():
+def test_events_of_cache_groups_carry_their_group_and_window_fields():
     assert None is group_extra(0)
     assert group_extra(1) == {"group_idx": 1}
     window = {"kv_cache_spec_kind": "sliding_window", "kv_cache_spec_sliding_window": 8}
@@ -344,5 +344,5 @@ def test_events_of_cache_groups_carry_the_keys_that_engines_with_one_cache_lack(
         ({"kv_cache_spec_kind": "chunked_local_attention"}, "chunked_local_attention", False),
     ],
 )
-def test_the_attention_group_is_told_by_its_kind(extra, kind, is_attention):
+def test_the_attention_group_is_identified_by_its_kind(extra, kind, is_attention):
     assert (kind, is_attention) == (group_kind(extra), is_attention_group(extra))

@@ -1,4 +1,4 @@
-"""Who listens to a manager, and in which order."""
+"""Sinks of a manager: their signatures, and the order in which they are called."""
 
 from functools import partial
 from queue import Queue
@@ -36,7 +36,7 @@ def test_a_capturing_sink_keeps_events_in_order_with_tier_and_tokens():
     assert [event.token_ids for event in sink.router_events] == [((1,), (2,)), None, None]
 
 
-def test_take_returns_what_was_captured_and_forgets_it():
+def test_take_returns_and_clears_the_captured_events():
     sink = CapturingSink()
     sink.publish(STORED)
     assert sink.take() == [STORED]
@@ -49,7 +49,7 @@ def test_take_returns_what_was_captured_and_forgets_it():
 
 
 class OfEvent:
-    """A sink of Dynamo's shape `publish(event)`, as its `KvCacheEventSink` has it."""
+    """A sink with the signature of Dynamo's `KvCacheEventSink`: `publish(event)`."""
 
     def __init__(self):
         self.taken = []
@@ -59,7 +59,7 @@ class OfEvent:
 
 
 class OfTokens:
-    """A sink of the earlier shape `publish(event, token_ids)`."""
+    """A sink with the earlier signature `publish(event, token_ids)`."""
 
     def __init__(self):
         self.taken = []
@@ -69,7 +69,7 @@ class OfTokens:
 
 
 class WithExtra:
-    """A sink of the event, and of what travels beside it."""
+    """A sink that takes the event and its extra data."""
 
     def __init__(self):
         self.taken = []
@@ -87,27 +87,27 @@ def store_one(sink, backend="lineage"):
     create_manager(backend, num_blocks=4, block_size=4, sink=sink).use([7], token_ids=TOKENS)
 
 
-def test_a_sink_that_takes_the_event_alone_gets_each_event():
+def test_a_sink_that_takes_only_the_event_receives_whole_router_events():
     sink = OfEvent()
     store_one(sink)
     assert sink.taken == [WHOLE]
     assert [list(tokens) for tokens in sink.taken[0].token_ids] == TOKENS
 
 
-def test_a_sink_that_takes_event_and_token_ids_gets_both():
+def test_a_sink_that_takes_event_and_token_ids_receives_both():
     sink = OfTokens()
     store_one(sink)
     assert [(NEW, tuple(map(tuple, TOKENS)))] == [(e, tuple(map(tuple, tokens))) for e, tokens in sink.taken]
 
 
-def test_functions_are_sinks_of_as_many_arguments_as_they_take():
+def test_a_function_is_called_with_as_many_arguments_as_it_accepts():
     events, three = [], []
     store_one(events.append)
     store_one(lambda event, *beside: three.append((event, beside[0])))
     assert (events, three) == ([WHOLE], [(NEW, StorageTier.DEVICE)])
 
 
-def test_a_parameter_with_a_default_is_given_what_it_is_named_for_and_nothing_else():
+def test_a_parameter_with_a_default_is_passed_only_the_value_that_it_is_named_after():
     queue, tier, tokens = Queue(1), [], []
     store_one(queue.put)
     store_one(lambda event, storage_tier="mine", token_ids=None: tier.append((event, storage_tier, token_ids)))
@@ -117,7 +117,7 @@ def test_a_parameter_with_a_default_is_given_what_it_is_named_for_and_nothing_el
     assert [(e, [*map(list, of)], retries) for e, of, retries in tokens] == [(NEW, TOKENS, 3)]
 
 
-def test_a_sink_of_another_shape_is_given_extra_if_it_takes_that():
+def test_a_sink_receives_extra_only_if_it_accepts_it():
     sink = WithExtra()
     adapted(sink).publish(NEW, StorageTier.DEVICE, None, {"lora_name": "a"})
     adapted(sink).publish(NEW)
@@ -127,13 +127,13 @@ def test_a_sink_of_another_shape_is_given_extra_if_it_takes_that():
     assert without.taken[0].extra == {"lora_name": "a"}
 
 
-def test_a_sink_of_the_house_s_shape_is_taken_as_it_is():
+def test_a_sink_with_the_standard_signature_is_used_unchanged():
     sink = CapturingSink()
     assert sink is adapted(sink)
 
 
 @pytest.mark.parametrize(("make", "event"), [(CapturingSink, NEW), (OfEvent, WHOLE)])
-def test_a_publish_that_is_replaced_later_is_the_one_that_is_called(make, event, monkeypatch):
+def test_a_publish_method_that_is_replaced_later_is_the_one_called(make, event, monkeypatch):
     sink, taken = make(), []
     manager = create_manager("lru", num_blocks=4, block_size=4, sink=sink)
     monkeypatch.setattr(sink, "publish", lambda event, *_: taken.append(event))
@@ -141,7 +141,7 @@ def test_a_publish_that_is_replaced_later_is_the_one_that_is_called(make, event,
     assert [event] == taken
 
 
-def test_a_manager_shows_its_sink_as_it_was_given():
+def test_a_manager_returns_its_sink_as_it_was_given():
     sink = OfEvent()
     manager = create_manager("lru", num_blocks=4, block_size=4, sink=sink)
     assert sink is manager.sink
@@ -247,7 +247,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize(("sink", "message"), REFUSED.values(), ids=REFUSED)
-def test_a_value_that_is_not_a_sink_is_refused_where_it_is_given(sink, message):
+def test_an_invalid_sink_is_refused_by_every_call_that_takes_one(sink, message):
     manager = create_manager("lru", num_blocks=4, block_size=4)
     harness = RouterHarness()
     with pytest.raises(TypeError) as of_create_manager:
@@ -261,11 +261,11 @@ def test_a_value_that_is_not_a_sink_is_refused_where_it_is_given(sink, message):
     assert [str(each.value) for each in (of_create_manager, of_manager, of_engine)] == [message] * 3
     assert str(of_harness.value) == f"add_sink: {message}"
     assert None is manager.sink
-    harness.worker(0).serve(harness.prompt(1))  # it has no sink that would raise
+    harness.worker(0).serve(harness.prompt(1))  # no refused sink was added
     assert harness.judge().errors == []
 
 
-def test_a_harness_takes_sinks_of_all_shapes_and_gives_them_back_as_they_were_given():
+def test_a_harness_accepts_sinks_of_any_signature_and_returns_them_unchanged():
     one, taken = OfEvent(), []
     two = taken.append
     with RouterHarness() as harness:
@@ -278,7 +278,7 @@ def test_a_harness_takes_sinks_of_all_shapes_and_gives_them_back_as_they_were_gi
     assert (len(one.taken), len(taken)) == (1, 2)
 
 
-def test_a_harness_names_a_sink_of_another_shape_that_raises():
+def test_a_harness_names_a_raising_sink_of_any_signature():
     class Broken:
         def publish(self, event):
             raise OSError("gone")
@@ -294,7 +294,7 @@ def test_a_harness_names_a_sink_of_another_shape_that_raises():
         assert (problem.rule, problem.observed) == ("sink_failure", f"{name} raised OSError: gone")
 
 
-def test_a_restart_is_announced_to_a_sink_of_another_shape():
+def test_a_sink_of_any_signature_is_notified_of_a_restart():
     class Restarting(OfEvent):
         def worker_restarted(self, dp_rank):
             self.taken.append(dp_rank)

@@ -1,4 +1,4 @@
-"""The strict reader: what each thing in a document is, and the one error that each odd document gets."""
+"""The strict YAML reader: the value of each element, and the one error of each unsupported document."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ SCALARS = [
     ("null", None),
     ("~", None),
     ("", None),
-    # YAML 1.1 makes something else of each of these, which nobody means.
+    # YAML 1.1 reads each of these as another type, which authors rarely mean.
     ("yes", "yes"),
     ("no", "no"),
     ("on", "on"),
@@ -57,20 +57,20 @@ SCALARS = [
 
 
 @pytest.mark.parametrize(("text", "expected"), SCALARS, ids=[text[:12] for text, _ in SCALARS])
-def test_a_scalar_is(text, expected):
+def test_a_yaml_scalar_has_the_expected_value_and_type(text, expected):
     value = parse_yaml(f"key: {text}", "f").fields({"key": plain})["key"]
 
     assert value == expected
     assert type(expected) is type(value)
 
 
-def test_a_document_becomes_plain_values():
+def test_a_yaml_document_becomes_plain_values():
     text = "a: {b: [1, two, {c: null}]}\nd:\n  - - 3\n  -\n'<<': x\n"
 
     assert plain(parse_yaml(text, "f")) == {"a": {"b": [1, "two", {"c": None}]}, "d": [[3], None], "<<": "x"}
 
 
-def test_every_value_and_key_knows_its_place():
+def test_every_value_and_key_has_its_place_in_the_file():
     root = parse_yaml("# a comment\na: 1\nb:\n  - x\n  - {c: 2}\n", "dir/f.yaml")
 
     assert Place("dir/f.yaml", 2, 1) == root.place == root.keys["a"]
@@ -125,7 +125,7 @@ def matches(expected, message):
 
 
 @pytest.mark.parametrize(("text", "expected"), ODD)
-def test_an_odd_document_gets_one_line_that_says_where(text, expected):
+def test_an_unsupported_document_is_refused_in_one_line_with_its_place(text, expected):
     with pytest.raises(YamlError) as caught:
         parse_yaml(text, "f")
 
@@ -135,12 +135,12 @@ def test_an_odd_document_gets_one_line_that_says_where(text, expected):
     assert caught.value.place is not None
 
 
-def test_the_deepest_document_is_read():
+def test_the_deepest_allowed_document_is_read():
     assert repr(plain(parse_yaml("[" * DEEPEST + "1" + "]" * DEEPEST, "f"))) == "[" * DEEPEST + "1" + "]" * DEEPEST
 
 
 @given(st.text(max_size=60) | st.text(alphabet="{}[]:,-?!&*#|>'\"%@ \n\tab0.<~", max_size=40))
-def test_any_text_is_read_or_refused_by_one_error(text):
+def test_any_text_is_read_or_refused_with_a_one_line_error(text):
     message = ""
     try:
         plain(parse_yaml(text, "f"))
@@ -160,7 +160,7 @@ VALUES = st.recursive(
 
 
 @given(VALUES.filter(lambda value: value is not None))
-def test_json_is_read_as_what_it_says(value):
+def test_json_is_read_as_its_value(value):
     assert value == plain(parse_yaml(json.dumps(value, ensure_ascii=False), "f"))
 
 
@@ -176,7 +176,7 @@ READERS = {
 }
 
 
-def test_fields_are_read_in_the_order_of_the_document_and_only_those_given():
+def test_only_given_fields_are_read_in_the_order_of_the_document():
     root = parse_yaml("{chunk: null, name: x, size: 0, on: false, rate: 2, names: [a, b]}", "f")
 
     expected = [("chunk", None), ("name", "x"), ("size", 0), ("on", False), ("rate", 2), ("names", ["a", "b"])]
@@ -204,7 +204,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG)
-def test_a_wrong_value_gets_one_line_that_says_where(text, expected):
+def test_an_invalid_value_is_refused_in_one_line_with_its_place(text, expected):
     with pytest.raises(YamlError) as caught:
         parse_yaml(text, "f").fields(READERS)
 
@@ -216,13 +216,13 @@ def test_a_missing_key_is_named():
         parse_yaml("\nb: {name: x}", "f").fields({"b": lambda node: node.fields(READERS, required=("name", "size"))})
 
 
-def test_entries_have_names_of_the_authors():
+def test_entries_accept_any_names():
     assert parse_yaml("a: 1\nb: 2", "f").entries(integer) == {"a": 1, "b": 2}
     with pytest.raises(YamlError, match=re.escape("f:1:1: got a list; allowed: a mapping of names of your own")):
         parse_yaml("[1]", "f").entries(integer)
 
 
-def test_a_plain_error_of_a_reader_gets_the_place_of_its_value():
+def test_a_value_error_of_a_reader_gets_the_place_of_its_value():
     def positive(node):
         if integer(node) < 1:
             raise ValueError("less than 1")
@@ -236,7 +236,7 @@ def test_a_plain_error_of_a_reader_gets_the_place_of_its_value():
 # ---------------------------------------------------------------------------------------------------- files
 
 
-def test_a_file_is_read_as_utf_8_and_named_as_asked(tmp_path):
+def test_a_file_is_read_as_utf_8_under_the_given_name(tmp_path):
     path = tmp_path / "f.yaml"
     path.write_bytes("\ufeffa: ä".encode())
 

@@ -1,4 +1,4 @@
-"""Hashes against recordings of Dynamo, growing sequences against hashing anew, and what is refused."""
+"""Hashes compared with recordings of Dynamo, growing sequences compared with hashing again, and refused input."""
 
 import json
 from array import array
@@ -45,7 +45,7 @@ def options(case):
 
 
 @pytest.mark.parametrize("case", RECORDED, ids=lambda case: case["name"])
-def test_recorded_hashes(case):
+def test_block_hashes_equal_the_recorded_ones(case):
     local = block_hashes(case["tokens"], case["block_size"], **options(case))
     assert case["local_hashes"] == local
     assert case["seq_hashes"] == sequence_hashes(local)
@@ -61,18 +61,18 @@ def test_recorded_hashes(case):
     ],
     ids=["plain", "lora", "eagle", "multimodal"],
 )
-def test_hashes_of_thirteen_tokens_in_blocks_of_four(expected, given_):
+def test_block_hashes_with_lora_and_other_options_have_known_values(expected, given_):
     assert block_hashes(range(1, 14), 4, **given_) == expected
 
 
-def test_a_logged_pair_of_blocks():
+def test_hashes_equal_those_of_a_logged_pair_of_blocks():
     local = block_hashes([11, 22, 33, 44, 55, 66, 77, 88], 4)
     assert local == [4117275816416024698, 6081346995852963768]
     assert sequence_hashes(local) == [4117275816416024698, 5947898228081096063]
 
 
 @given(tokens_and_size)
-def test_each_block_is_hashed_by_itself_and_the_tail_not_at_all(case):
+def test_each_block_is_hashed_independently_and_a_partial_block_is_not_hashed(case):
     tokens, size = case
     blocks = [tokens[i : i + size] for i in range(0, len(tokens) - size + 1, size)]
     expected = [xxh3_64_intdigest(b"".join(t.to_bytes(4, "little") for t in block), 1337) for block in blocks]
@@ -80,7 +80,7 @@ def test_each_block_is_hashed_by_itself_and_the_tail_not_at_all(case):
 
 
 @given(tokens_and_size)
-def test_eagle_windows_are_one_longer_than_the_stride(case):
+def test_eagle_hashes_cover_windows_one_token_longer_than_a_block(case):
     tokens, size = case
     windows = [tokens[i : i + size + 1] for i in range(0, len(tokens) - size, size)]
     expected = [xxh3_64_intdigest(b"".join(t.to_bytes(4, "little") for t in w), 1337) for w in windows]
@@ -98,11 +98,11 @@ def test_a_chain_continues_from_any_of_its_blocks(local, cut):
 
 
 @pytest.mark.parametrize("tokens", [(1, 2), range(1, 3), b"\x01\x02", bytearray((1, 2)), array("Q", (1, 2))], ids=repr)
-def test_any_sequence_of_token_ids_hashes_alike(tokens):
+def test_all_sequence_types_of_token_ids_give_the_same_hashes(tokens):
     assert block_hashes([1, 2], 2) == block_hashes(tokens, 2)
 
 
-def test_the_order_of_multimodal_objects_and_absent_ones_do_not_matter():
+def test_the_order_of_multimodal_objects_does_not_change_hashes_and_empty_ones_are_ignored():
     plain = block_hashes(range(8), 4)
     assert plain == block_hashes(range(8), 4, mm_hashes=[None, []])
     assert plain == block_hashes(range(8), 4, mm_hashes=[])
@@ -112,7 +112,7 @@ def test_the_order_of_multimodal_objects_and_absent_ones_do_not_matter():
     assert plain[1:] == block_hashes(range(8), 4, mm_hashes=[[1]])[1:]
 
 
-def test_names_add_to_the_seed_and_empty_ones_are_none():
+def test_lora_name_and_namespace_add_to_the_hash_seed_unless_empty():
     assert hash_seed() == 1337
     assert hash_seed("", "") == 1337
     lora, namespace = xxh3_64_intdigest(b"a", 0), xxh3_64_intdigest(b"a", 1)
@@ -133,11 +133,11 @@ def test_names_add_to_the_seed_and_empty_ones_are_none():
         (0x40403FFFFFFFFFFFFFFFFFFFFFFFFFFF, (U64, U64, 256)),
     ],
 )
-def test_recorded_lineage_hashes(expected, arguments):
+def test_lineage_hashes_equal_the_recorded_ones(expected, arguments):
     assert lineage_hash(*arguments) == expected
 
 
-def test_recorded_lineage_hashes_of_a_sequence():
+def test_lineage_hashes_of_a_sequence_equal_the_recorded_ones():
     local = block_hashes(range(12), 4)
     assert local == [9143094415614847814, 12124091508212882195, 1088361764653601668]
     chain = sequence_hashes(local)
@@ -155,7 +155,7 @@ BORDERS = [0, 1, 254, 255, 256, 257, 65_534, 65_535, 65_536, 65_537, MAX_POSITIO
 
 @pytest.mark.parametrize("position", BORDERS)
 @given(current=u64, parent=u64)
-def test_a_lineage_hash_tells_its_position_and_fragments_at_every_border(position, current, parent):
+def test_a_lineage_hash_encodes_position_and_fragments_at_every_mode_boundary(position, current, parent):
     plh = lineage_hash(current, parent, position)
     assert 0 <= plh < 2**128
     assert position == lineage_position(plh)
@@ -165,7 +165,7 @@ def test_a_lineage_hash_tells_its_position_and_fragments_at_every_border(positio
 
 @pytest.mark.parametrize("position", BORDERS[:-1])
 @given(own=u64, child=u64)
-def test_a_child_s_parent_fragment_is_its_parent_s_own_at_every_border(position, own, child):
+def test_the_parent_fragment_of_a_child_equals_the_fragment_of_its_parent(position, own, child):
     parent = lineage_hash(own, None, position)
     assert lineage_fragment(parent) == lineage_parent_fragment(lineage_hash(child, own, position + 1))
 
@@ -177,13 +177,13 @@ def test_a_root_has_no_parent_fragment():
 @given(st.lists(u64, min_size=1, max_size=5), st.sampled_from([0, 253, 65_533]), st.none() | u64)
 @example(chain=[U64, U64 - 1, 5, U64], start=254, parent=U64)
 @example(chain=[U64, U64 - 1, 5, U64], start=65534, parent=U64)
-def test_lineage_hashes_are_those_of_each_block(chain, start, parent):
+def test_lineage_hashes_of_a_chain_equal_the_hashes_of_each_block(chain, start, parent):
     parents = [parent, *chain]
     expected = [lineage_hash(own, parents[i], start + i) for i, own in enumerate(chain)]
     assert lineage_hashes(chain, parent=parent, start=start) == expected
 
 
-def test_lineage_hashes_that_are_made_late_are_the_same():
+def test_lazy_lineage_hashes_equal_eager_ones():
     names = sequence_hashes([10, 20, 30, 40])
     late, made = LineageHashes(names), lineage_hashes(names)
     assert [made[0], made[3], made[-1]] == [late[0], late[3], late[-1]]
@@ -208,7 +208,7 @@ def test_a_position_out_of_range_is_refused(position):
 # -------------------------------------------------------------------------------------------------- prompts
 
 
-def test_a_prompt_hashes_as_its_tokens_do():
+def test_a_prompt_has_the_hashes_of_its_tokens():
     prompt = Prompt(range(13))
     assert (tuple(range(13)), 13, 13) == (prompt.tokens, prompt.num_tokens, prompt.length(4))
     local = block_hashes(range(13), 4)
@@ -218,18 +218,18 @@ def test_a_prompt_hashes_as_its_tokens_do():
     assert block_hashes(range(13), 5) == prompt.block_hashes(5)
 
 
-def test_a_prompt_hashes_once():
+def test_a_prompt_computes_its_hashes_once():
     prompt = Prompt(range(8))
     assert prompt.block_hashes(4) is prompt.block_hashes(4)
 
 
-def test_a_prompt_of_a_prompt_is_that_prompt():
+def test_prompt_of_returns_a_given_prompt_unchanged():
     prompt = Prompt([1, 2])
     assert prompt is Prompt.of(prompt)
     assert Prompt.of([1, 2]).tokens == (1, 2)
 
 
-def test_a_prompt_of_hashes_has_no_tokens_and_is_whole_blocks_unless_told():
+def test_a_prompt_of_hashes_has_no_tokens_and_consists_of_whole_blocks_by_default():
     prompt = Prompt(hashes=[7, 8])
     assert (prompt.tokens, prompt.num_tokens) == (None, None)
     assert (prompt.block_hashes(4), prompt.length(4), prompt.length(16)) == ([7, 8], 8, 32)
@@ -237,7 +237,7 @@ def test_a_prompt_of_hashes_has_no_tokens_and_is_whole_blocks_unless_told():
 
 
 @pytest.mark.parametrize("num_tokens", [8, 9, 11])
-def test_a_prompt_of_hashes_may_have_a_tail_of_less_than_a_block(num_tokens):
+def test_a_prompt_of_hashes_can_end_with_a_partial_block(num_tokens):
     assert num_tokens == Prompt(hashes=[7, 8], num_tokens=num_tokens).length(4)
 
 
@@ -270,7 +270,7 @@ def test_the_repr_of_a_prompt_describes_it():
         ({"tokens": "text"}, TypeError, "token ids, not text"),
     ],
 )
-def test_the_error_of_a_wrong_prompt_names_the_flaw(arguments, error, message):
+def test_the_error_for_an_invalid_prompt_names_the_problem(arguments, error, message):
     with pytest.raises(error, match=message):
         Prompt(**arguments)
 
@@ -300,12 +300,12 @@ def test_the_error_of_a_wrong_prompt_names_the_flaw(arguments, error, message):
     ],
     ids=repr,
 )
-def test_bad_input_is_refused_with_its_name(tokens, block_size, error, message):
+def test_invalid_tokens_and_block_sizes_are_named_in_the_error(tokens, block_size, error, message):
     with pytest.raises(error, match=message):
         block_hashes(tokens, block_size)
 
 
-def test_an_iterator_is_read_once_and_a_wrong_token_of_it_named_by_its_place():
+def test_an_iterator_is_read_once_and_an_invalid_token_is_named_by_position():
     assert Prompt(iter([1, 2, 3])).tokens == (1, 2, 3)
     assert block_hashes([1, 2], 2) == block_hashes(iter([1, 2]), 2)
     with pytest.raises(ValueError, match="token 2 is -1"):
@@ -324,7 +324,7 @@ def test_an_iterator_is_read_once_and_a_wrong_token_of_it_named_by_its_place():
         ([1], -5, "the parent is -5"),
     ],
 )
-def test_a_chain_of_a_value_that_is_not_a_hash_is_refused_by_place(local, parent, message):
+def test_an_invalid_hash_in_a_chain_is_refused_with_its_position(local, parent, message):
     with pytest.raises(ValueError, match=message):
         sequence_hashes(local, parent=parent)
 
@@ -347,13 +347,13 @@ RUNS = st.builds(
 
 @settings(max_examples=examples(200))
 @given(RUNS, st.integers(1, 16))
-def test_a_prompt_of_runs_is_that_of_its_tokens(runs, block_size):
+def test_a_prompt_of_token_runs_equals_a_prompt_of_its_tokens(runs, block_size):
     ids, times, length = runs
     tokens = tuple(each % 2**32 for each in ids for _ in range(times))[:length]
     plain, made = Prompt(tokens), Prompt(TokenRuns(ids, times, length))
-    for _ in range(2):  # as it is, and after it was released
+    for _ in range(2):  # before and after release()
         assert plain.block_hashes(block_size) == made.block_hashes(block_size)
-        assert plain.last_hash(block_size) == made.last_hash(block_size)  # also of one that was released
+        assert plain.last_hash(block_size) == made.last_hash(block_size)  # also after release()
         assert plain.sequence_hashes(block_size) == made.sequence_hashes(block_size)
         assert next(reversed(plain.sequence_hashes(block_size)), None) == made.last_hash(block_size)
         assert plain.last_hash(3) == made.last_hash(3)
@@ -361,7 +361,7 @@ def test_a_prompt_of_runs_is_that_of_its_tokens(runs, block_size):
         made.release()
 
 
-def test_a_released_prompt_of_given_tokens_keeps_them():
+def test_a_released_prompt_keeps_its_given_tokens():
     prompt = Prompt([1, 2, 3, 4])
     hashes = prompt.block_hashes(2)
     prompt.release()
@@ -371,7 +371,7 @@ def test_a_released_prompt_of_given_tokens_keeps_them():
 
 @settings(max_examples=examples(200))
 @given(RUNS, st.integers(1, 5), st.lists(u32, max_size=12), st.data())
-def test_rows_are_the_blocks_of_prompt_and_output(runs, size, output, data):
+def test_rows_equal_the_blocks_of_prompt_and_output(runs, size, output, data):
     ids, times, length = runs
     growing = GrowingTokens(Prompt(TokenRuns(ids, times, length)))
     growing.output.extend(output)

@@ -1,8 +1,7 @@
-"""Payloads for the tests of the codec: real ones, and what becomes of them by chance. `python payloads.py COUNT` is a
-long run.
+"""Payloads for the tests of the codec: real ones, and random changes of them. `python payloads.py COUNT` is a long run.
 
-Every payload must be read without an exception, each event that is missing must have its problem, and the careful
-reader must find the same as msgspec does.
+Every payload must be read without an exception, each missing event must have its problem, and the careful reader must
+agree with msgspec.
 """
 
 import random
@@ -38,7 +37,7 @@ EXTRAS = {
 
 
 def stored(hashes=(11, 12), parent=None, *, size=4, first=0, event_id=0, tier=StorageTier.DEVICE, extra=None, rank=0):
-    """A Stored with token ids from `first` on."""
+    """Return a Stored with token ids from `first` on."""
     tokens = [tuple(range(first + i * size, first + (i + 1) * size)) for i in range(len(hashes))]
     windows, ahead = windows_of(tokens, (extra or {}).get("lookahead_token_ids"))
     local = block_hashes([token for window in windows for token in window], size + ahead, **hash_options(extra))
@@ -55,13 +54,13 @@ def cleared(*, event_id=0, rank=0, extra=None):
 
 
 def extras_of(dialect, tag="stored"):
-    """What an event of a dialect can have beside its own."""
+    """Return the extra fields that an event of a dialect can have."""
     names = {field.name for field in getattr(dialect, tag)} | (set(dialect.metadata) if tag == "stored" else set())
     return {name: value for name, value in EXTRAS.items() if name in names}
 
 
 def with_digests(event):
-    """An event as one that came with whole digests, whose last 64 bits are its names."""
+    """Return the event as if read with whole digests, whose last 64 bits are its names."""
     data = event.event.data
     if isinstance(data, Cleared):
         return event
@@ -75,7 +74,7 @@ def with_digests(event):
 
 
 def examples(name):
-    """Batches of all kinds of events that a dialect has."""
+    """Return batches of all kinds of events that a dialect has."""
     dialect = DIALECTS[name]
     big = -(2**62) - 5 if dialect.hashes == "signed" else 2**64 - 9
     events = [
@@ -101,7 +100,7 @@ def payloads(name):
 
 
 def careful(payload, name):
-    """What the careful reader makes of a payload, without msgspec."""
+    """Decode a payload with the careful reader, without msgspec."""
     row, out = DIALECTS[name], Decoded()
     reader = _Decoder(row, structs_of(row), payload, worker_id=0, dp_rank=0, first_event_id=0)
     reader._events = _split_carefully(payload, out)
@@ -118,7 +117,7 @@ def same(one, other):
 
 
 def check(payload, name, *, in_all_ways=True):
-    """Read a payload, in all ways or in one; an AssertionError says what does not hold."""
+    """Read a payload, in all ways or in one; an AssertionError names a violated condition."""
     out = decode(payload, name)
     left_out = {problem.event for problem in out.problems if not problem.is_kept}
     if None not in left_out:
@@ -176,7 +175,7 @@ VALUES = [
 
 
 def mutated_tree(rng, payload):
-    """A payload with one value of it changed, left out, or there twice."""
+    """Return a payload with one value changed, omitted or duplicated."""
     tree = msgspec.msgpack.decode(payload)
     spots = []
 
@@ -201,7 +200,7 @@ def mutated_tree(rng, payload):
 
 
 def mutated_bytes(rng, payload):
-    """A payload with some of its bytes changed."""
+    """Return a payload with some of its bytes changed."""
     data = bytearray(payload)
     for _ in range(rng.choice([1, 1, 1, 2, 5])):
         action, at = rng.randrange(6), rng.randrange(len(data) + 1)
@@ -215,7 +214,7 @@ def mutated_bytes(rng, payload):
             del data[at:]
         elif action == 4:
             end = at + rng.choice([1, 4, 16, 40])
-            data[at:at] = data[at:end]  # some of it twice: keys, elements
+            data[at:at] = data[at:end]  # duplicates a part: keys, elements
         else:
             data[at : at + 1] = bytes(
                 [rng.choice([0x80, 0x90, 0xC0, 0xC1, 0xC4, 0xC7, 0xD9, 0xDC, 0xDD, 0xDE, 0xDF, 0xFF])]

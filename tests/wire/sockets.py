@@ -1,6 +1,4 @@
-"""What tests of sockets share: events of a block or two, a plain SUB and DEALER as a router of any language has
-them.
-"""
+"""Helpers for socket tests: events of one or two blocks, and the plain SUB and DEALER of a router in any language."""
 
 import asyncio
 import contextlib
@@ -21,7 +19,7 @@ def tokens_of(block):
 
 
 def publish_chain(publisher, count, first=BIG):
-    """Publish so many batches: a chain of blocks, one a batch."""
+    """Publish `count` batches: a chain of blocks, one per batch."""
     for block in range(first, first + count):
         parent = None if block == first else block - 1
         publisher.publish(stored(block, parent), token_ids=tokens_of(block % 1000))
@@ -32,7 +30,7 @@ def removed(*blocks):
 
 
 async def tasks_wait():
-    """Wait until the tasks that are ready have run, each to where it waits."""
+    """Wait until all ready tasks have run to their next wait."""
     turned = asyncio.Event()
     asyncio.get_running_loop().call_soon(turned.set)
     await turned.wait()
@@ -44,7 +42,7 @@ def number(frames):
 
 @contextlib.contextmanager
 def plain_sub(*endpoints, topic=b"", context=None):
-    """A SUB socket as any router has it."""
+    """Open a SUB socket like that of any router."""
     own = zmq.Context() if context is None else context
     sub = own.socket(zmq.SUB)
     sub.subscribe(topic)
@@ -60,7 +58,7 @@ def plain_sub(*endpoints, topic=b"", context=None):
 
 
 def replayed(endpoint, start, frames=None, messages=None, context=None):
-    """Ask for a replay as a router does, and return what comes until the end marker, or so many messages."""
+    """Request a replay like a router, and return its messages up to the end marker, or the given number of them."""
     own = zmq.Context() if context is None else context
     dealer = own.socket(zmq.DEALER)
     dealer.rcvtimeo = 5000

@@ -1,5 +1,5 @@
-"""Streams of hybrid models and of offloading over a wire: sparse Stored and locations are read, and written as they
-were.
+"""Streams of hybrid models and of offloading over a wire: sparse Stored and locations are read, and written back
+unchanged.
 """
 
 import msgspec
@@ -16,7 +16,7 @@ SPAN = [(1, 2), (3, 4), (5, 6)]
 
 
 def over(dialect, batches):
-    """What is read of batches, each written again as it came."""
+    """Decode batches, and check that each is written back unchanged."""
     for batch in batches:
         data = payload(batch, dialect)
         decoded = decode(data, dialect)
@@ -27,7 +27,7 @@ def over(dialect, batches):
 
 
 def as_published(event):
-    """An event of a recording as an engine of ours publishes it."""
+    """Return an event of a recording as our engine publishes it."""
     if event["type"] == "AllBlocksCleared":
         return Cleared(), None, None
     hashes, group = tuple(event["block_hashes"]), event.get("group_idx", 0)
@@ -46,7 +46,7 @@ def as_published(event):
 
 
 @pytest.mark.parametrize("dialect", WITH_GROUPS)
-def test_streams_of_hybrid_models_are_read_whole_and_written_as_they_came(recording, dialect):
+def test_streams_of_hybrid_models_are_read_and_written_back_byte_for_byte(recording, dialect):
     streams = hybrid_streams(recording("vllm_0.33.0_hybrid_streams.json.gz"))
     kinds = set()
     for stream in streams:
@@ -56,7 +56,7 @@ def test_streams_of_hybrid_models_are_read_whole_and_written_as_they_came(record
     assert {(SparseStored, "sliding_window"), (SparseStored, "mamba"), (SparseStored, "sliding_window_mla")} <= kinds
 
 
-def test_what_engines_publish_has_the_recorded_bytes(recording):
+def test_events_of_hybrid_models_have_the_recorded_bytes(recording):
     for stream in hybrid_streams(recording("vllm_0.33.0_hybrid_streams.json.gz")):
         for batch in stream.batches:
             made = [
@@ -69,7 +69,7 @@ def test_what_engines_publish_has_the_recorded_bytes(recording):
 
 
 @pytest.mark.parametrize("dialect", WITH_GROUPS)
-def test_streams_of_offloading_are_read_whole_and_written_as_they_came(recording, dialect):
+def test_streams_of_offloading_are_read_and_written_back_byte_for_byte(recording, dialect):
     located = 0
     for _, batches in offload_streams(recording("vllm_0.33.0_offload_streams.json.gz")):
         for wire, event in over(dialect, batches):
@@ -107,10 +107,10 @@ READ = [
 
 @pytest.mark.parametrize(("dialect", "changes", "data"), READ)
 @pytest.mark.parametrize("careful", [False, True])
-def test_sparse_stored_and_locations_are_recognised(dialect, changes, data, careful):
+def test_sparse_stored_and_locations_are_recognised_in_a_payload(dialect, changes, data, careful):
     event = stored(**changes)
     before = payload([event], dialect)
-    if careful:  # a field that is unknown has each event looked at by itself
+    if careful:  # an unknown field makes the reader decode each event separately
         batch = msgspec.msgpack.decode(before)
         if DIALECTS[dialect].form == "map":
             batch[1][0]["new"] = 1
@@ -143,7 +143,9 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("dialect", "changes", "defect", "expected", "observed"), REFUSED)
-def test_an_event_that_is_neither_is_named_and_left_out(dialect, changes, *, defect, expected, observed):
+def test_an_event_that_is_neither_sparse_nor_a_location_is_reported_and_dropped(
+    dialect, changes, *, defect, expected, observed
+):
     event = stored(**changes, extra_keys=[None] * len(changes.get("block_hashes", [7])))
     decoded = decode(payload([event], dialect), dialect)
 
@@ -152,7 +154,7 @@ def test_an_event_that_is_neither_is_named_and_left_out(dialect, changes, *, def
     assert (defect, expected, observed, False) == (problem.name, problem.expected, problem.observed, problem.is_kept)
 
 
-def test_a_span_and_a_location_go_over_a_wire_with_their_extra_data():
+def test_a_sparse_stored_and_a_location_keep_their_extra_data_over_the_wire():
     wire = KvWire("vllm-0.33")
     wire.publish(SparseStored(9, (7,), 6, 2), token_ids=SPAN, extra={**WINDOW, "lora_name": "a", "session_id": "s"})
     wire.publish(Located((7,)), "host", extra={**group_extra(1), "locality": "LOCAL", "ownership": "kvcr"})
@@ -181,7 +183,7 @@ UNWRITTEN = [
 
 
 @pytest.mark.parametrize(("dialect", "data", "tier", "message"), UNWRITTEN)
-def test_what_a_dialect_cannot_say_is_refused(dialect, data, tier, message):
+def test_events_that_a_dialect_cannot_express_are_refused(dialect, data, tier, message):
     wire = KvWire(dialect)
     tokens = None if isinstance(data, Located) else SPAN
     with pytest.raises(EncodeError, match="event 0 of the batch: .*" + message):
@@ -189,7 +191,7 @@ def test_what_a_dialect_cannot_say_is_refused(dialect, data, tier, message):
     assert wire.batches == []
 
 
-def test_locations_have_the_digests_of_blocks_that_are_held():
+def test_a_location_carries_the_digest_of_a_held_block():
     from pytest_kvmock import create_manager
 
     sink = []

@@ -1,4 +1,4 @@
-"""What is read from a payload, and what is said of a bad one: each defect has its name and its place."""
+"""Decoding of payloads, and the reports about bad ones: each defect has its name and its place."""
 
 import msgspec
 import pytest
@@ -18,7 +18,7 @@ LISTS = "an array of arrays of integers, or nil"
 
 
 def array(place=None, value=None, *, hashes=(11, 12)):
-    """A BlockStored of vLLM 0.19, with one of its elements changed."""
+    """Return a BlockStored of vLLM 0.19 with one element changed."""
     event = ["BlockStored", [*hashes], None, [*range(4 * len(hashes))], 4, None, "GPU", None, [None] * len(hashes)]
     if place is not None:
         event[place] = value
@@ -26,7 +26,7 @@ def array(place=None, value=None, *, hashes=(11, 12)):
 
 
 def as_map(**changes):
-    """A BlockStored of vLLM 0.33, with fields changed; REMOVED takes one out."""
+    """Return a BlockStored of vLLM 0.33 with fields changed; REMOVED deletes one."""
     event = {
         "type": "BlockStored",
         "block_hashes": [11, 12],
@@ -49,11 +49,11 @@ GOOD[BYTES] = as_map(block_hashes=[b"\x07" * 32, b"\x08" * 16])
 
 
 def around(name, *events):
-    """A batch with these events between two good ones."""
+    """Return a batch with these events between two good ones."""
     return pack([1.5, [GOOD[name], *events, GOOD[name]], 0])
 
 
-# Of an event: dialect, the event, defect, field, expected, observed. It stands between two good ones.
+# For each event: dialect, the event, defect, field, expected, observed. The event is between two good ones.
 BAD = [
     (ARRAY, 7, "wrong_type", None, "an array", "7"),
     (ARRAY, None, "wrong_type", None, "an array", "None"),
@@ -159,7 +159,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("name", "event", "defect", "field", "expected", "observed"), BAD)
-def test_a_bad_event_is_named_and_the_good_ones_are_kept(name, event, *, defect, field, expected, observed):
+def test_a_bad_event_is_reported_and_the_good_events_are_kept(name, event, *, defect, field, expected, observed):
     decoded = decode(around(name, event), name)
     (problem,) = decoded.problems
 
@@ -173,12 +173,12 @@ def test_a_bad_event_is_named_and_the_good_ones_are_kept(name, event, *, defect,
 
 
 def raw_map(*pairs):
-    """A map in which keys may be there twice."""
+    """Return a map whose keys may be duplicates."""
     return bytes([0x80 | len(pairs)]) + b"".join(pack(key) + pack(value) for key, value in pairs)
 
 
 def with_raw(name, event):
-    """A batch of a good event, one in bytes, and a good event."""
+    """Return a batch of a good event, an event in bytes, and a good event."""
     good = pack(GOOD[name])
     return b"\x93" + pack(1.5) + b"\x93" + good + event + good + pack(0)
 
@@ -214,7 +214,7 @@ IN_BYTES = [
 
 
 @pytest.mark.parametrize(("name", "event", "defect", "field", "expected", "observed"), IN_BYTES)
-def test_what_only_bytes_can_be_is_named_too(name, event, *, defect, field, expected, observed):
+def test_defects_that_exist_only_in_raw_bytes_are_reported(name, event, *, defect, field, expected, observed):
     decoded = decode(with_raw(name, event), name)
     (problem,) = decoded.problems
 
@@ -226,7 +226,7 @@ def test_what_only_bytes_can_be_is_named_too(name, event, *, defect, field, expe
 
 
 BATCH = "an array of timestamp, events and rank"
-# Of a batch: the payload, its defect, field, expected, observed, and whether its event is there.
+# For each batch: the payload, its defect, field, expected, observed, and whether its event is kept.
 BATCHES = [
     (b"", "truncated", None, "the whole of the value", "1 bytes are needed and 0 left", 0),
     (b"\xc1", "malformed", None, "msgpack, which has no such byte", "byte 0xc1 at 0", 0),
@@ -264,7 +264,7 @@ BATCHES = [
 
 
 @pytest.mark.parametrize(("payload", "defect", "field", "expected", "observed", "events"), BATCHES)
-def test_a_bad_batch_is_named_and_its_events_are_kept(payload, defect, *, field, expected, observed, events):
+def test_a_bad_batch_is_reported_and_its_events_are_kept(payload, defect, *, field, expected, observed, events):
     decoded = decode(payload, ARRAY)
     problem = decoded.problems[0]
 
@@ -281,7 +281,7 @@ def test_a_bad_batch_is_named_and_its_events_are_kept(payload, defect, *, field,
 
 
 @pytest.mark.parametrize("name", [ARRAY, MAP])
-def test_of_a_truncated_batch_the_whole_events_are_kept(name):
+def test_the_complete_events_of_a_truncated_batch_are_kept(name):
     payload = pack([1.5, [GOOD[name]] * 3, 0])
     for length in range(len(payload)):
         decoded = decode(payload[:length], name)
@@ -292,12 +292,12 @@ def test_of_a_truncated_batch_the_whole_events_are_kept(name):
         assert (None if problem.is_kept or length < 11 else whole) == problem.event
 
 
-def test_more_values_than_there_are_bytes_are_refused_at_once():
+def test_a_length_larger_than_the_payload_is_reported_as_truncated():
     for head in (b"\xdd\xff\xff\xff\xff", b"\xdf\xff\xff\xff\xff", b"\xdb\xff\xff\xff\xff", b"\xc6\xff\xff\xff\xff"):
         assert decode(b"\x93\x01\x91" + head, ARRAY).defects == ["truncated"]
 
 
-def test_a_payload_that_is_too_large_is_not_read():
+def test_a_payload_above_most_bytes_is_not_decoded():
     payload = pack([1.5, [array()], 0])
     limit = len(payload)
 
@@ -307,7 +307,7 @@ def test_a_payload_that_is_too_large_is_not_read():
     assert [*map(str, decoded.problems)] == [f"oversize: batch: expected at most {limit - 1}, got {limit} bytes"]
 
 
-def test_a_payload_is_bytes():
+def test_a_payload_must_be_bytes():
     for wrong in ("text", None, 5, [1]):
         with pytest.raises(TypeError, match="payload is bytes"):
             decode(wrong, ARRAY)
@@ -322,7 +322,7 @@ def test_an_invalid_number_is_refused(name, value):
             decode(b"", dialect, **{name: value})
 
 
-def test_every_defect_is_explained_and_has_a_row_in_these_tables():
+def test_every_defect_has_an_explanation_and_a_test_case():
     rows = (
         {row[2] for row in (*BAD, *IN_BYTES)}
         | {row[1] for row in BATCHES}
@@ -333,7 +333,7 @@ def test_every_defect_is_explained_and_has_a_row_in_these_tables():
     assert {*WireDefect} == rows
 
 
-def test_a_problem_is_one_line():
+def test_the_text_of_a_wire_problem_is_one_line():
     problem = decode(around(MAP, as_map(block_size=0)), MAP).problems[0]
 
     assert str(problem) == "bad_block_size: event 1, block_size: expected an integer of at least 1, got 0"
@@ -342,7 +342,7 @@ def test_a_problem_is_one_line():
 # ---------------------------------------------------------------------------------------------------- what is kept
 
 
-def test_a_field_of_a_later_release_is_named_and_kept():
+def test_a_field_of_a_later_release_is_reported_and_kept():
     decoded = decode(pack([1.0, [as_map(colour="red", shade=[1, {"a": 2}])], 0]), MAP)
 
     fields = ", ".join(field.name for field in DIALECTS[MAP].stored)
@@ -353,7 +353,7 @@ def test_a_field_of_a_later_release_is_named_and_kept():
     assert decoded.extra == [{"colour": "red", "shade": [1, {"a": 2}]}]
 
 
-def test_what_is_not_ordinary_is_in_extra():
+def test_field_values_that_differ_from_the_ordinary_ones_are_in_extra():
     event = as_map(lora_id=3, lora_name="adapter", extra_keys=[["adapter"], None], group_idx=1, session_id="s")
     decoded = decode(pack([1.0, [event, as_map()], 0]), MAP)
 
@@ -368,19 +368,19 @@ def test_what_is_not_ordinary_is_in_extra():
     assert decoded.extra[0] is decoded.events[0].extra
 
 
-def test_a_field_that_ordinary_engines_write_and_this_one_does_not_is_in_extra():
+def test_a_missing_field_that_ordinary_engines_write_is_none_in_extra():
     (extra,) = decode(pack([1.0, [as_map(group_idx=REMOVED, medium=None)], 0]), MAP).extra
 
     assert extra == {"group_idx": None, "medium": None}
 
 
-def test_blocks_of_an_adapter_have_the_local_hashes_of_the_adapter():
+def test_blocks_of_an_adapter_have_local_hashes_with_the_adapter():
     (event,) = decode(pack([1.0, [as_map(lora_name="adapter")], 0]), MAP).events
 
     assert tuple(block_hashes(range(8), 4, lora_name="adapter")) == event.event.data.tokens_hashes
 
 
-def test_an_unknown_field_may_be_anything():
+def test_an_unknown_field_can_have_any_value():
     event = {
         key: value
         for key, value in as_map(lora_name=5, cache_salt="s").items()
@@ -392,7 +392,7 @@ def test_an_unknown_field_may_be_anything():
     assert tuple(block_hashes(range(8), 4, cache_namespace="s")) == decoded.events[0].event.data.tokens_hashes
 
 
-def test_pairs_that_follow_on_each_other_are_read_and_hashed_as_windows():
+def test_chained_token_pairs_are_read_and_hashed_as_eagle_windows():
     pairs = [[i, i + 1] for i in range(8)]
     decoded = decode(around(SIGNED, array(3, pairs)[:7]), SIGNED)
 
@@ -402,7 +402,7 @@ def test_pairs_that_follow_on_each_other_are_read_and_hashed_as_windows():
     assert ([tuple(map(tuple, pairs[:4])), tuple(map(tuple, pairs[4:]))], None) == (event.token_ids, event.extra)
 
 
-def test_pairs_in_a_dialect_of_vllm_are_named():
+def test_token_pairs_in_a_vllm_dialect_are_reported():
     decoded = decode(pack([1.0, [as_map(token_ids=[[i, i + 1] for i in range(8)])], 0]), MAP)
 
     expected = WireProblem(WireDefect.EAGLE_PAIRS, 0, "token_ids", "8 pairs", "one token id each", is_kept=True)
@@ -413,7 +413,7 @@ def test_pairs_in_a_dialect_of_vllm_are_named():
 AHEAD = "vllm-0.33"
 
 
-def test_blocks_whose_names_look_ahead_have_hashes_of_windows():
+def test_blocks_with_look_ahead_tokens_have_hashes_of_windows():
     decoded = decode(pack([1.0, [as_map(lookahead_token_ids=[[4, 5], [8, 9]])], 0]), AHEAD)
 
     assert decoded.problems == []
@@ -433,7 +433,7 @@ def test_blocks_whose_names_look_ahead_have_hashes_of_windows():
         ([[4], [-1]], "[-1] of 1"),
     ],
 )
-def test_what_the_next_tokens_cannot_be_is_named_and_the_blocks_are_hashed_plain(lists, observed):
+def test_invalid_look_ahead_tokens_are_reported_and_the_blocks_are_hashed_without_them(lists, observed):
     decoded = decode(pack([1.0, [as_map(lookahead_token_ids=lists)], 0]), AHEAD)
 
     (problem,) = decoded.problems
@@ -443,7 +443,7 @@ def test_what_the_next_tokens_cannot_be_is_named_and_the_blocks_are_hashed_plain
     assert (tuple(block_hashes(range(8), 4)), None) == (event.event.data.tokens_hashes, event.extra)
 
 
-def test_pairs_that_do_not_form_a_chain_are_left_out():
+def test_an_event_whose_token_pairs_do_not_form_a_chain_is_dropped():
     decoded = decode(around(SIGNED, array(3, [[1, 2]] * 8)[:7]), SIGNED)
 
     assert [(problem.name, problem.is_kept) for problem in decoded.problems] == [("eagle_pairs", False)]
@@ -466,7 +466,7 @@ def test_a_map_in_another_order_or_with_explicit_defaults_is_the_same_event():
     assert ([], decode(pack([1.0, [as_map()], 0]), MAP).events) == (decoded.problems, decoded.events)
 
 
-def test_ids_worker_and_rank_are_those_that_are_passed():
+def test_decoded_events_have_the_given_worker_rank_and_first_event_id():
     payload = pack([1.0, [array(), ["AllBlocksCleared"]], None])
     events = decode(payload, ARRAY, worker_id=4, dp_rank=2, first_event_id=10).events
 
@@ -476,14 +476,14 @@ def test_ids_worker_and_rank_are_those_that_are_passed():
     ]
 
 
-def test_the_rank_of_the_batch_overrides_the_one_that_is_passed():
+def test_the_rank_of_a_batch_overrides_the_given_rank():
     (event,) = decode(pack([1.0, [array()], 5]), ARRAY, dp_rank=2).events
 
     assert event.event.dp_rank == 5
 
 
-def test_a_wrong_dialect_is_detected():
-    """Array events came to readers of maps, and maps to readers of arrays: nothing is read, and each event is named."""
+def test_a_payload_in_another_dialect_is_reported_event_by_event():
+    """A reader of maps gets array events, and a reader of arrays gets maps: no event is read, and each is reported."""
     of_maps, of_arrays = encode(Batch([stored(), removed(event_id=1)]), MAP), encode(Batch([stored()]), ARRAY)
 
     assert (decode(of_maps, ARRAY).defects, decode(of_maps, ARRAY).events) == (["wrong_form"] * 2, [])
@@ -494,7 +494,7 @@ def test_a_wrong_dialect_is_detected():
 
 
 @pytest.mark.parametrize("name", [name for name, dialect in DIALECTS.items() if dialect.in_matrix])
-def test_a_stream_that_went_over_a_wire_is_judged_as_the_engine_published_it(name):
+def test_a_stream_decoded_from_the_wire_equals_the_published_stream(name):
     dialect = DIALECTS[name]
     with RouterHarness(backend=dialect.backend) as engine:
         worker, prompt = engine.worker(0), engine.prompt(8)
@@ -524,9 +524,9 @@ KEYED = [
 
 
 @pytest.mark.parametrize(("name", "key"), KEYED)
-def test_what_a_prompt_carries_comes_over_a_wire_that_has_the_field(name, key):
+def test_prompt_keys_are_carried_over_dialects_that_have_their_field(name, key):
     value = {"lora_name": "adapter", "cache_salt": "salt", "multimodal": [("image", 18, 20)]}[key]
-    one_name = (key, DIALECTS[name].hashes) == ("lora_name", "signed")  # SGLang's, with an adapter and without
+    one_name = (key, DIALECTS[name].hashes) == ("lora_name", "signed")  # SGLang, with and without an adapter
     with RouterHarness(backend=DIALECTS[name].backend) as engine:
         engine.worker(0).serve(Prompt([*range(64)], **{key: value}))
         if not one_name:
@@ -535,7 +535,7 @@ def test_what_a_prompt_carries_comes_over_a_wire_that_has_the_field(name, key):
     with RouterHarness() as router:
         decoded = decode(encode(Batch(published), name), name)
         assert ([], published) == (decoded.problems, decoded.events)
-        if key == "multimodal":  # tuples, as in process
+        if key == "multimodal":  # tuples, as in the process
             sent, came = ([(e.extra or {}).get("extra_keys") for e in events] for events in (published, decoded.events))
             assert sent == came
         router.apply(decoded.events)
@@ -544,21 +544,21 @@ def test_what_a_prompt_carries_comes_over_a_wire_that_has_the_field(name, key):
         assert router.overlap(Prompt([*range(64)], lora_name="another")) == {}
 
 
-def test_a_map_of_many_keys_after_an_array_is_read_in_no_more_time_than_it_has_bytes():
-    many = {f"key {place}": place for place in range(60_000)}  # compared pair by pair, that would be minutes
+def test_a_map_of_many_keys_after_an_array_is_read_in_linear_time():
+    many = {f"key {place}": place for place in range(60_000)}  # compared pair by pair, this would take minutes
     out = decode(around(SIGNED, [*array()[:7], many]), "sglang-0.5.18")
     assert (len(out.events), {*out.defects}) == (3, {"unknown_field"})
     assert many == out.extra[1]
 
 
-def test_a_value_of_another_type_in_the_map_after_an_array_is_named_and_the_event_left_out():
+def test_a_wrong_type_in_the_map_after_an_array_is_reported_and_the_event_dropped():
     events = ([*array()[:7], {"cache_salt": salt}] for salt in (5, "a", None))
     out = decode(around(SIGNED, *events), "sglang-0.5.18")
     assert [*map(str, out.problems)] == ["wrong_type: event 1, metadata: expected a string, or nil, got 5"]
     assert [event.event.event_id for event in out.events] == [0, 2, 3, 4]
 
 
-def test_a_key_twice_in_the_map_after_an_array_is_named():
+def test_a_duplicate_key_in_the_map_after_an_array_is_reported():
     event = pack([*array()[:7]])
     twice = b"\x98" + event[1:] + b"\x82" + 2 * (pack("cache_salt") + pack("a"))
     out = decode(b"\x93" + pack(1.5) + b"\x91" + twice + b"\xc0", "sglang-0.5.18")
@@ -589,7 +589,7 @@ BAD_LINES = [
 
 
 @pytest.mark.parametrize(("line", "defect", "field"), BAD_LINES)
-def test_a_bad_line_of_json_is_named_and_the_good_ones_are_kept(line, defect, field):
+def test_a_bad_line_of_json_is_reported_and_the_good_lines_are_kept(line, defect, field):
     payload = f"{LINE}\n{line}\n{LINE}\n".encode(errors="surrogateescape")
     decoded = decode(payload, "dynamo-router-event")
 
@@ -598,7 +598,7 @@ def test_a_bad_line_of_json_is_named_and_the_good_ones_are_kept(line, defect, fi
     assert decoded.num_events == 3
 
 
-def test_a_line_that_ends_without_a_newline_was_cut():
+def test_an_incomplete_last_line_is_reported_as_truncated():
     assert decode((LINE + "\n" + LINE[:30]).encode(), "dynamo-router-event").defects == ["truncated"]
 
 
@@ -640,7 +640,7 @@ VALUES = st.recursive(
 
 
 @given(data=st.data(), name=st.sampled_from(MSGPACK))
-def test_a_payload_with_other_values_is_read_without_an_exception(data, name):
+def test_a_payload_with_replaced_values_is_read_without_an_exception(data, name):
     tree = msgspec.msgpack.decode(data.draw(st.sampled_from(payloads(name)[:3])))
     for _ in range(data.draw(st.integers(1, 3))):
         node = tree
@@ -655,20 +655,20 @@ def test_a_payload_with_other_values_is_read_without_an_exception(data, name):
 
 
 @pytest.mark.parametrize("name", MSGPACK)
-def test_the_careful_reader_reads_what_msgspec_reads(name):
+def test_the_careful_reader_gives_the_same_events_as_msgspec(name):
     for batch, payload in zip(examples(name), payloads(name), strict=True):
         decoded = decode(payload, name)
         assert decoded.problems == []
         assert same(decoded, careful(payload, name))
         assert [event.event.data for event in batch.events] == [event.event.data for event in decoded.events]
         assert isinstance(decoded.events[0] if decoded.events else stored(), RouterEvent)
-        # Digests are no field of a dialect, nor are the sizes of TensorRT-LLM's levels where it sends whole blocks
-        # alone.
+        # Digests are not fields of a dialect, nor are the sizes of TensorRT-LLM's levels if it sends only whole
+        # blocks.
         lacks_some = DIALECTS[name].hashes == "bytes" or DIALECTS[name].whole_blocks
         assert [event.extra for event in batch.events] == decoded.extra or lacks_some
 
 
-def test_cleared_with_more_than_its_tag_is_kept():
+def test_a_cleared_with_extra_elements_is_reported_and_kept():
     decoded = decode(pack([1.0, [["AllBlocksCleared", 7]], 0]), ARRAY)
 
     assert (["unknown_field"], [cleared().event.data]) == (
@@ -677,8 +677,8 @@ def test_cleared_with_more_than_its_tag_is_kept():
     )
 
 
-def test_an_event_without_blocks_has_its_parent_as_a_number_and_is_written_as_it_came():
-    """In a dialect of digests, too: a Stored by its last 64 bits, a Removed without any."""
+def test_an_event_without_blocks_is_read_and_written_back_unchanged():
+    """Also in a dialect of digests: a Stored by its last 64 bits, a Removed without any."""
     empty = as_map(block_hashes=[], parent_block_hash=b"p" * 24 + bytes(7) + b"\x05", token_ids=[], extra_keys=[])
     events = [
         empty,

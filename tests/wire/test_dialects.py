@@ -1,4 +1,4 @@
-"""The table of dialects: byte for byte as recorded, row by row what a release changed, and what is refused."""
+"""The table of dialects: the recorded bytes, the changes of each release row by row, and refused inputs."""
 
 import msgspec
 import pytest
@@ -27,12 +27,12 @@ def test_all_recorded_dialects_are_replayed(recording):
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_bytes_are_those_that_the_real_engine_writes(recording, name):
+def test_encoded_bytes_equal_those_of_the_recorded_engine(recording, name):
     assert recording("wire_dialects.json")[name]["hex"] == encode(recorded_batch(name), name).hex()
 
 
 @pytest.mark.parametrize("name", RECORDED)
-def test_recorded_bytes_are_read_as_the_events_that_they_are(recording, name):
+def test_recorded_bytes_are_decoded_to_their_events(recording, name):
     batch = recorded_batch(name)
     decoded = decode(bytes.fromhex(recording("wire_dialects.json")[name]["hex"]), name)
 
@@ -51,7 +51,7 @@ def test_recorded_bytes_are_read_as_the_events_that_they_are(recording, name):
 
 
 def plain(name, batch=None):
-    """What msgspec, which knows no dialect, reads: [stored, removed, cleared], and the rank."""
+    """Return the result of msgspec, which knows no dialect: [stored, removed, cleared], and the rank."""
     _, events, rank = msgspec.msgpack.decode(encode(batch or recorded_batch(name), name))
     return events, rank
 
@@ -60,7 +60,7 @@ def names(name, kind):
     return [field.name for field in getattr(DIALECTS[name], kind)]
 
 
-ADDED = [  # a release, the one before it, what BlockStored and BlockRemoved have more, as an ordinary engine writes it
+ADDED = [  # a release, the one before it, the added fields of BlockStored and BlockRemoved of an ordinary engine
     ("vllm-0.10.2", "vllm-0.9", {"medium": "GPU"}, {"medium": "GPU"}),
     ("vllm-0.14", "vllm-0.10.2", {"lora_name": None}, {}),
     ("vllm-0.19", "vllm-0.14", {"extra_keys": [None, None]}, {}),
@@ -74,7 +74,7 @@ ADDED = [  # a release, the one before it, what BlockStored and BlockRemoved hav
 
 
 @pytest.mark.parametrize(("name", "before", "of_stored", "of_removed"), ADDED)
-def test_an_array_has_the_fields_of_the_release_before_and_its_own_after_them(name, before, of_stored, of_removed):
+def test_an_array_appends_its_new_fields_to_those_of_the_previous_release(name, before, of_stored, of_removed):
     (old_stored, old_removed, _), _ = plain(before)
     (new_stored, new_removed, last), rank = plain(name)
 
@@ -86,7 +86,7 @@ def test_an_array_has_the_fields_of_the_release_before_and_its_own_after_them(na
     assert [*names(before, "removed"), *of_removed] == names(name, "removed")
 
 
-def test_the_first_release_has_five_fields():
+def test_a_stored_of_the_first_vllm_release_has_five_fields():
     events, rank = plain("vllm-0.9")
     hashes = [15760518052499183552, 2]
 
@@ -98,18 +98,18 @@ def test_the_first_release_has_five_fields():
     assert rank == 0
 
 
-def test_the_fields_of_a_map_are_those_of_the_arrays_before_it():
+def test_the_first_map_form_has_the_fields_of_the_last_array_form():
     (array, gone, _), _ = plain("vllm-0.23")
     (stored_map, removed_map, cleared_map), _ = plain("vllm-0.24")
 
     values = dict(zip(["type", *names("vllm-0.23", "stored")], array, strict=True))
-    del values["kv_cache_spec_sliding_window"]  # it is its default
+    del values["kv_cache_spec_sliding_window"]  # it has its default value
     assert list(values.items()) == list(stored_map.items())
     assert dict(zip(["type", *names("vllm-0.23", "removed")], gone, strict=True)) == removed_map
     assert cleared_map == {"type": "AllBlocksCleared"}
 
 
-LATER = [  # a release, the one before it, values of the fields that it added
+LATER = [  # a release, the one before it, values of the added fields
     ("vllm-0.28", "vllm-0.24", {"locality": "local"}, {"locality": "local"}),
     (
         "vllm-0.33",
@@ -123,13 +123,13 @@ LATER = [  # a release, the one before it, values of the fields that it added
 
 
 @pytest.mark.parametrize(("name", "before", "of_stored", "of_removed"), LATER)
-def test_a_map_has_further_fields_where_they_are_set(name, before, of_stored, of_removed):
+def test_a_map_contains_new_fields_only_where_they_are_set(name, before, of_stored, of_removed):
     special = Batch([stored(extra=of_stored), removed(extra=of_removed or None)])
     (ordinary, gone, _), rank = plain(name)
     (with_them, gone_with_them), _ = plain(name, special)
 
     if DIALECTS[before].form == "map":
-        assert (ordinary, gone) == (plain(before)[0][0], plain(before)[0][1])  # unset, they are left out
+        assert (ordinary, gone) == (plain(before)[0][0], plain(before)[0][1])  # unset fields are omitted
     assert of_stored == {key: value for key, value in with_them.items() if key in of_stored}
     assert of_removed == {key: value for key, value in gone_with_them.items() if key in of_removed}
     assert [*names(before, "stored"), *of_stored] == names(name, "stored")
@@ -146,7 +146,7 @@ def test_sglang_0_5_18_appends_a_map_to_salted_events_only():
     assert decode(encode(batch, "sglang-0.5.18"), "sglang-0.5.18").extra == [None, {"cache_salt": "s"}]
 
 
-def test_the_slot_of_the_rank_is_nil_in_sglangs_structs_until_a_publisher_fills_it_in():
+def test_the_rank_of_an_sglang_batch_is_nil_until_a_publisher_sets_it():
     batch = Batch([stored(rank=3)])
 
     assert (plain("sglang-0.5.22", batch)[0], 3) == plain("sglang-0.5.22", Batch(batch.events, 0.0, 3))
@@ -155,7 +155,7 @@ def test_the_slot_of_the_rank_is_nil_in_sglangs_structs_until_a_publisher_fills_
     assert plain("vllm-0.33", batch)[1] == 3
 
 
-def test_replays_are_framed_with_the_topic_from_these_releases_on():
+def test_replays_carry_the_topic_since_vllm_0_28_and_sglang_0_5_22():
     framing = {name: DIALECTS[name].replay for name in [*VLLM, *SGLANG]}
 
     with_topic = ["vllm-0.28", "vllm-0.33", "sglang-0.5.22"]
@@ -163,11 +163,11 @@ def test_replays_are_framed_with_the_topic_from_these_releases_on():
     assert {*framing.values()} == {"plain", "topic"}
 
 
-def test_tests_run_over_the_twelve_of_zmq_by_default():
+def test_the_default_matrix_has_the_twelve_zmq_dialects():
     assert [name for name, dialect in DIALECTS.items() if dialect.in_matrix] == [*VLLM, *SGLANG]
 
 
-def test_a_dialect_names_a_backend_that_there_is():
+def test_every_dialect_names_a_known_backend():
     assert {dialect.backend for dialect in DIALECTS.values()} <= {*BACKENDS}
     assert {DIALECTS[name].backend for name in VLLM[:5]} == {"vllm_0_19"}
     assert {DIALECTS[name].backend for name in VLLM[5:]} == {"vllm"}
@@ -182,7 +182,7 @@ TIERS = {
 
 
 @pytest.mark.parametrize("name", TIERS)
-def test_tiers_have_the_names_of_the_engine(name):
+def test_tiers_are_written_under_the_medium_names_of_the_engine(name):
     for tier, medium in TIERS[name].items():
         batch = Batch([stored(tier=StorageTier(tier)), removed(event_id=1, tier=StorageTier(tier))])
         payload = encode(batch, name)
@@ -198,7 +198,7 @@ def test_tiers_have_the_names_of_the_engine(name):
 # ---------------------------------------------------------------------------------------------------- one's own
 
 
-def test_a_new_version_is_a_row():
+def test_a_variant_of_a_dialect_adds_and_removes_fields():
     colour = WireField("colour", "text", default=None, ordinary="blue")
     mine = DIALECTS["vllm-0.33"].variant(
         "vllm-0.34", models="vLLM 0.34.0", add_stored=(colour,), without=("ownership",)
@@ -212,7 +212,7 @@ def test_a_new_version_is_a_row():
     assert "ownership" not in [field.name for field in (*mine.stored, *mine.removed)]
 
 
-def test_a_dialect_of_another_backend_is_of_no_release_of_the_one_before_it():
+def test_a_variant_for_another_backend_does_not_keep_the_version():
     row = DIALECTS["vllm-0.28"]
 
     assert (row.variant("mine").backend, row.variant("mine").version) == ("vllm", "0.28.0")
@@ -223,7 +223,7 @@ def test_a_dialect_of_another_backend_is_of_no_release_of_the_one_before_it():
     ) == ("vllm_0_19", "0.23.0")
 
 
-def test_a_dialect_may_have_its_fields_in_any_order():
+def test_a_dialect_can_have_its_fields_in_any_order():
     fields = {field.name: field for field in DIALECTS["vllm-0.19"].stored}
     order = ["lora_id", "token_ids", "block_size", "parent_block_hash", "medium", "block_hashes"]
     media = DIALECTS["vllm-0.19"].media
@@ -237,7 +237,7 @@ def test_a_dialect_may_have_its_fields_in_any_order():
     assert batch.events == decode(payload, mine).events
 
 
-def test_a_dialect_is_looked_up_by_name_or_is_itself():
+def test_find_dialect_accepts_a_name_or_a_dialect():
     assert DIALECTS["vllm-0.33"] is find_dialect("vllm-0.33") is find_dialect(DIALECTS["vllm-0.33"])
 
 
@@ -245,7 +245,7 @@ def test_a_dialect_is_looked_up_by_name_or_is_itself():
     ("name", "hint"),
     [("vllm-0.34", "; did you mean 'vllm-0.33' or 'vllm-0.24' or 'vllm-0.23'? "), (7, "; "), (None, "; ")],
 )
-def test_an_unknown_dialect_is_answered_with_the_nearest(name, hint):
+def test_an_unknown_dialect_is_refused_with_the_nearest_names(name, hint):
     known = ", ".join(DIALECTS)
     for call in (lambda: find_dialect(name), lambda: decode(b"", name), lambda: encode(Batch([]), name)):
         with pytest.raises(ValueError) as error:
@@ -253,7 +253,7 @@ def test_an_unknown_dialect_is_answered_with_the_nearest(name, hint):
         assert str(error.value) == f"unknown dialect {name!r}{hint}known: {known}"
 
 
-def test_a_registered_dialect_is_known_for_as_long_as_that_lasts():
+def test_a_registered_dialect_is_known_only_inside_its_registration():
     mine = DIALECTS["vllm-0.33"].variant("mine")
     with registered_dialects({"mine": mine}):
         assert mine is find_dialect("mine")
@@ -329,7 +329,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("changes", "message"), REFUSED)
-def test_a_dialect_that_would_be_none_is_refused_in_one_line(changes, message):
+def test_an_invalid_dialect_is_refused_in_one_line(changes, message):
     with pytest.raises(ValueError) as error:
         DIALECTS["vllm-0.33"].variant(**{"name": "mine", **changes})
 
@@ -362,7 +362,7 @@ def test_a_dialect_that_would_be_none_is_refused_in_one_line(changes, message):
         ),
     ],
 )
-def test_a_field_that_would_be_none_is_refused(arguments, message):
+def test_an_invalid_wire_field_is_refused(arguments, message):
     with pytest.raises(ValueError) as error:
         WireField(*arguments)
 
@@ -386,27 +386,27 @@ def test_a_field_that_would_be_none_is_refused(arguments, message):
         ("any", {"a": 1}, NONE_PER_BLOCK),
     ],
 )
-def test_a_field_has_values_of_its_type(kind, default, ordinary):
+def test_a_wire_field_accepts_default_values_of_its_type(kind, default, ordinary):
     field = WireField("a", kind, default, ordinary)
     assert (default, ordinary) == (field.default, field.ordinary)
 
 
 @pytest.mark.parametrize("dialects", [5, {"mine": 5}, ["mine"]])
-def test_a_value_that_is_not_a_mapping_to_dialects_is_not_registered(dialects):
+def test_registering_a_value_that_is_not_a_mapping_to_dialects_is_refused(dialects):
     known = [*known_dialects()]
     with pytest.raises(TypeError, match=r"^dialects must map names to Dialects, got "), registered_dialects(dialects):
         pass
     assert known == [*known_dialects()]
 
 
-def test_a_mark_is_shown_by_its_name():
+def test_the_repr_of_a_marker_is_its_name():
     assert repr(NONE_PER_BLOCK) == "NONE_PER_BLOCK"
 
 
 # ---------------------------------------------------------------------------------------------------- Dynamo's JSON
 
 
-def test_dynamo_reads_one_event_a_line():
+def test_dynamo_dialects_write_one_json_event_per_line():
     batch = Batch([stored((2**64 - 1, 2)), removed(event_id=1, tier=StorageTier.DISK), cleared(event_id=2)])
     whole = encode(batch, "dynamo-router-event")
     bare = encode(batch, "dynamo-kv-cache-event")
@@ -419,7 +419,7 @@ def test_dynamo_reads_one_event_a_line():
     ).events
 
 
-def test_every_dialect_in_msgpack_reads_its_output():
+def test_every_msgpack_dialect_decodes_its_own_output():
     for name in MSGPACK:
         if DIALECTS[name].hashes != "bytes":
             batch = Batch([stored((5, 6), 4, rank=2), removed(event_id=1, rank=2), cleared(event_id=2, rank=2)], 5.0)

@@ -1,4 +1,4 @@
-"""What is written for a batch, and what cannot be."""
+"""Encoding of batches, and batches that cannot be written."""
 
 import subprocess
 import sys
@@ -30,7 +30,7 @@ INTEGERS = [name for name in MSGPACK if name not in BYTES]
 
 
 @pytest.mark.parametrize("name", MSGPACK)
-def test_a_decoded_batch_is_encoded_again_to_the_byte(name):
+def test_a_decoded_batch_is_encoded_to_the_same_bytes(name):
     for batch in examples(name):
         payload = encode(batch, name)
         decoded = decode(payload, name)
@@ -52,7 +52,7 @@ hashes = st.lists(st.integers(-(2**63), 2**64 - 1), min_size=1, max_size=5)
     name=st.sampled_from([name for name in INTEGERS if StorageTier.HOST_PINNED in DIALECTS[name].media]),
     extras=st.sets(st.sampled_from(sorted(EXTRAS))),
 )
-def test_a_stored_comes_back_as_it_was(hashes, parent, *, size, first, tier, name, extras):
+def test_a_stored_is_decoded_as_it_was_encoded(hashes, parent, *, size, first, tier, name, extras):
     possible = extras_of(DIALECTS[name])
     extra = {key: possible[key] for key in sorted(extras & {*possible}) if key != "medium"}
     if "extra_keys" in extra:
@@ -77,7 +77,7 @@ def test_a_stored_comes_back_as_it_was(hashes, parent, *, size, first, tier, nam
     )
 
 
-def test_hashes_keep_their_bits_in_a_dialect_of_the_other_sign():
+def test_hashes_keep_their_bits_in_signed_and_unsigned_dialects():
     events = [stored((-1, 2**63 - 1), -(2**63)), removed((-1,))]
     signed = [stored((2**64 - 1, 2**63 - 1), 2**63), removed((2**64 - 1,))]
 
@@ -87,11 +87,11 @@ def test_hashes_keep_their_bits_in_a_dialect_of_the_other_sign():
     assert (first[1], first[2], second[1]) == ([-1, 2**63 - 1], -(2**63), [-1])
 
 
-def test_small_hashes_stay_as_they_are():
+def test_small_hashes_are_written_unchanged():
     assert unpack(encode(Batch([stored((1, 2))]), "vllm-0.33"))[1][0]["block_hashes"] == [1, 2]
 
 
-def test_what_a_dialect_has_no_field_for_is_not_written():
+def test_extra_data_without_a_field_in_the_dialect_is_not_written():
     event = stored(extra={"cache_salt": "s", "lora_name": "adapter", "anything": 1})
 
     assert encode(Batch([stored()]), "vllm-0.9") == encode(Batch([event]), "vllm-0.9")
@@ -99,7 +99,7 @@ def test_what_a_dialect_has_no_field_for_is_not_written():
     assert unpack(encode(Batch([event]), "sglang-0.5.20"))[1][0]["cache_salt"] == "s"
 
 
-def test_pairs_of_eagle_are_written_as_they_were_read():
+def test_eagle_token_pairs_are_written_back_unchanged():
     pairs = [[i, i + 1] for i in range(8)]
     payload = msgspec.msgpack.encode([1.0, [["BlockStored", [1, 2], None, pairs, 4, None, "GPU"]], None])
     events = decode(payload, "sglang-0.5.9").events
@@ -111,13 +111,13 @@ WITHOUT_LOOKAHEAD = [
     name
     for name, row in DIALECTS.items()
     if row.is_msgpack
-    and not row.whole_blocks  # TensorRT-LLM, whose names look ahead in no stream
+    and not row.whole_blocks  # TensorRT-LLM's names never look ahead
     and not any(each.name == "lookahead_token_ids" for each in row.stored)
 ]
 
 
 @pytest.mark.parametrize("name", WITHOUT_LOOKAHEAD)
-def test_names_that_look_ahead_are_refused_in_a_dialect_that_cannot_say_it(name):
+def test_look_ahead_tokens_are_refused_by_dialects_without_that_field(name):
     extra = {"lookahead_token_ids": [[4], [8]]}
     if DIALECTS[name].hashes == "bytes":
         extra["digests"] = (None, (b"1" * 32, b"2" * 32))
@@ -135,21 +135,21 @@ def test_names_that_look_ahead_are_refused_in_a_dialect_that_cannot_say_it(name)
 
 
 @pytest.mark.parametrize("name", ["vllm-0.33", "vllm-0.33-bytes"])
-def test_names_that_look_ahead_are_written_where_the_dialect_can_say_it(name):
+def test_look_ahead_tokens_are_written_by_dialects_with_that_field(name):
     extra = {"lookahead_token_ids": [[4], [8]]}
     if DIALECTS[name].hashes == "bytes":
         extra["digests"] = (None, (b"1" * 32, b"2" * 32))
     assert unpack(encode(Batch([stored(extra=extra)]), name))[1][0]["lookahead_token_ids"] == [[4], [8]]
 
 
-def test_the_rank_of_a_batch_is_that_of_its_events():
+def test_a_batch_has_the_rank_of_its_events():
     assert unpack(encode(Batch([stored(rank=2), cleared(rank=2)]), "vllm-0.33"))[2] == 2
     assert unpack(encode(Batch([], dp_rank=5), "vllm-0.33"))[2] == 5
     assert unpack(encode(Batch([]), "vllm-0.33"))[2] == 0
 
 
 def bare(**changes):
-    """A Stored whose token ids are not what they should be."""
+    """Return a Stored with wrong token ids."""
     event = stored()
     event.token_ids = changes.get("token_ids")
     event.extra = changes.get("extra")
@@ -233,14 +233,14 @@ def test_a_batch_of_two_ranks_is_refused():
             encode(batch, "vllm-0.33")
 
 
-def test_what_msgpack_cannot_write_is_refused():
+def test_values_that_msgpack_cannot_encode_are_refused():
     with pytest.raises(EncodeError, match=r"the batch cannot be written in 'vllm-0.33': "):
         encode(Batch([stored(extra={"extra_keys": [object(), None]})]), "vllm-0.33")
     with pytest.raises(EncodeError, match=r"the batch cannot be written in 'vllm-0.33': "):
         encode(Batch([stored()], timestamp="now"), "vllm-0.33")
 
 
-def test_prompts_of_hashes_cannot_be_written_where_token_ids_are_carried():
+def test_prompts_of_hashes_are_refused_by_dialects_that_carry_token_ids():
     with RouterHarness(backend="vllm") as kv:
         kv.worker(0).serve(Prompt(hashes=[1, 2, 3]))
         published = [entry.event for entry in kv.events]
@@ -255,7 +255,7 @@ def test_prompts_of_hashes_cannot_be_written_where_token_ids_are_carried():
 
 
 def stream(backend, **sizes):
-    """The manager and the events of an engine that evicts, stores copies and clears."""
+    """Return the manager and the events of an engine that evicts, stores copies and clears."""
     with RouterHarness(backend=backend, **sizes) as kv:
         worker, prompt = kv.worker(0), kv.prompt(4)
         for more in (prompt, kv.prompt(3, after=prompt), kv.prompt(5), prompt):
@@ -269,7 +269,7 @@ def stream(backend, **sizes):
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_0_19"])
 @pytest.mark.parametrize("name", BYTES)
-def test_hashes_are_the_whole_digests_of_the_stream(name, backend):
+def test_block_hashes_in_bytes_are_the_whole_digests_of_the_stream(name, backend):
     manager, published = stream(backend)
     digests, seen = StreamDigests.of_manager(manager), {}
     for start in range(0, len(published), 4):
@@ -301,7 +301,7 @@ def test_xxhash_digests_have_16_bytes():
 
 
 @pytest.mark.parametrize("backend", [name for name in BACKENDS if "vllm" not in name])
-def test_a_backend_without_digests_refuses_the_form(backend):
+def test_a_backend_without_digests_is_refused_for_dialects_of_digests(backend):
     have = "its engine publishes numbers; vllm and vllm_0_19 have"
     message = f"backend '{backend}' has no digests to write as bytes: {have}"
     with pytest.raises(EncodeError) as error:
@@ -335,7 +335,7 @@ def refused(digests, *events):
     return str(error.value)
 
 
-def test_what_has_no_digest_is_refused_and_nothing_is_noted():
+def test_a_block_without_a_digest_is_refused_and_the_batch_changes_nothing():
     hasher = VllmHasher()
     names = [*map(hasher.name, hasher.digests(range(8), 4, 0, None))]
     digests = StreamDigests(hasher)
@@ -346,7 +346,7 @@ def test_what_has_no_digest_is_refused_and_nothing_is_noted():
         refused(digests, first, removed((7,)))
         == "event 1 of the batch: block 7 is not held, so that there is no digest of it"
     )
-    assert "event 0 of the batch: the parent " in refused(digests, second)  # the batch before was undone
+    assert "event 0 of the batch: the parent " in refused(digests, second)  # the previous batch was undone
     assert "event 0 of the batch: block 9 does not follow from its tokens: their digest is named " in refused(
         digests, stored((9,))
     )
@@ -373,7 +373,7 @@ for call in (lambda: encode(Batch([]), "vllm-0.33"), lambda: decode(b"", "sglang
 """
 
 
-def test_without_msgspec_one_line_says_how_to_install_it():
+def test_without_msgspec_a_one_line_error_says_how_to_install_it():
     done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, check=True)
 
     line = "dialects of vLLM and SGLang need msgspec: pip install '/path/to/pytest-kvmock[wire]', with the path of your checkout"  # noqa: E501
@@ -434,9 +434,9 @@ WITH_TOKENS = {
 @pytest.mark.parametrize(
     ("name", "case"),
     [(name, case) for name in ("vllm-0.33", "vllm-0.9", "sglang-0.5.22") for case in (*FLAWED, *WITH_TOKENS)]
-    + [("dynamo-router-event", case) for case in FLAWED],  # it writes no more of an event
+    + [("dynamo-router-event", case) for case in FLAWED],  # it writes only these parts of an event
 )
-def test_what_an_event_is_made_of_is_refused_in_one_line(name, case):
+def test_an_event_with_invalid_fields_is_refused_in_one_line(name, case):
     event, message = {**FLAWED, **WITH_TOKENS}[case]
     with pytest.raises(EncodeError) as error:
         encode(Batch([cleared(), event], dp_rank=0 if case != "no event" else None), name)
@@ -446,7 +446,7 @@ def test_what_an_event_is_made_of_is_refused_in_one_line(name, case):
 @pytest.mark.parametrize(
     "digests", [5, (None,), (None, [b"y" * 32]), (b"x", [b"y" * 32] * 2), (None, [b"y" * 31] * 2), (None, ["y"] * 2)]
 )
-def test_digests_that_are_not_of_the_blocks_are_refused(digests):
+def test_digests_that_do_not_match_the_blocks_are_refused(digests):
     expected = r"extra\['digests'\]: expected the digest of the parent or None, and of each of 2 blocks, of 16 or 32 bytes, got "  # noqa: E501
     with pytest.raises(EncodeError, match=f"^event 0 of the batch: {expected}"):
         encode(Batch([stored(extra={"digests": digests})]), "vllm-0.33-bytes")
@@ -471,7 +471,7 @@ def test_an_invalid_rank_of_the_events_is_refused(rank):
 
 
 @pytest.mark.parametrize("events", [5, None, {1, 2}])
-def test_a_batch_of_no_sequence_is_refused(events):
+def test_a_batch_whose_events_are_not_a_sequence_is_refused(events):
     with pytest.raises(TypeError, match=r"^the events of a batch are a sequence of RouterEvents, got "):
         encode(Batch(events), "vllm-0.33")
 
@@ -483,7 +483,7 @@ def test_invalid_digests_are_refused():
         StreamDigests("vllm")
 
 
-def test_token_ids_of_uneven_blocks_are_refused_though_their_sum_would_do():
+def test_token_ids_of_blocks_of_different_lengths_are_refused():
     event = RouterEvent(0, KvCacheEvent(0, Stored(None, (1, 2, 3), (4, 5, 6))), token_ids=[[1, 2], [3], [4, 5, 6]])
     with pytest.raises(EncodeError, match=r"^event 0 of the batch: blocks came with 1 to 3 token ids; expected one"):
         encode(Batch([event], 5.0), "vllm-0.33")

@@ -1,4 +1,4 @@
-"""What no dialect can write is told in one line; what is just within the bounds is nothing to tell."""
+"""An event that no dialect can write is reported in one line; one just within the bounds is not reported."""
 
 import pytest
 
@@ -15,7 +15,7 @@ def event(data=None, *, worker_id=0, event_id=0, dp_rank=0, tier=StorageTier.DEV
 
 
 def changed(data, **fields):
-    """An event whose data were changed after they were made."""
+    """Return an event whose data were changed after its creation."""
     for name, value in fields.items():
         setattr(data, name, value)
     return event(data)
@@ -82,7 +82,7 @@ def test_valid_fields_of_an_event_have_no_flaw(right):
     check_events([])
 
 
-def test_token_ids_that_are_not_written_are_not_looked_at():
+def test_token_ids_that_are_not_written_are_not_checked():
     wrong = event(tokens=[[-1]])
     assert None is event_flaw(wrong, with_tokens=False)
     check_events([wrong], with_tokens=False)
@@ -98,19 +98,19 @@ def test_token_ids_that_are_not_written_are_not_looked_at():
         ([event(), "x"], "event 1 of the batch must be a RouterEvent, got 'x'"),
     ],
 )
-def test_a_value_that_is_not_a_batch_has_another_type(events, message):
+def test_a_value_that_is_not_a_batch_of_events_raises_a_type_error(events, message):
     with pytest.raises(TypeError) as raised:
         check_events(events)
     assert str(raised.value) == message
 
 
 @pytest.mark.parametrize("time", [0, 5, -1, 2**80, 1.5, 0.0])
-def test_a_finite_number_is_a_timestamp(time):
+def test_a_finite_number_is_a_valid_timestamp(time):
     check_timestamp(time, "vllm-0.33")
 
 
 @pytest.mark.parametrize("time", [float("nan"), float("inf"), -float("inf"), True, None, "5"])
-def test_a_value_that_is_not_a_finite_number_is_not_a_timestamp(time):
+def test_a_value_that_is_not_a_finite_number_is_an_invalid_timestamp(time):
     with pytest.raises(EncodeError) as raised:
         check_timestamp(time, "vllm-0.33")
     expected = (
@@ -119,7 +119,7 @@ def test_a_value_that_is_not_a_finite_number_is_not_a_timestamp(time):
     assert str(raised.value) == expected
 
 
-def test_the_rank_of_a_batch_has_32_bits():
+def test_the_rank_of_a_batch_is_limited_to_32_bits():
     check_rank(0)
     check_rank(2**32 - 1)
     for wrong in (-1, 2**32, True, "0"):

@@ -1,4 +1,4 @@
-"""A publisher as a router sees it: frames, numbers, replays; and how a test waits for it."""
+"""A publisher from a router's view: frames, numbers, replays; and how a test waits for it."""
 
 import asyncio
 import re
@@ -33,7 +33,7 @@ def publisher():
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])
-def test_a_batch_is_topic_number_and_payload(transport):
+def test_a_batch_is_sent_as_topic_number_and_payload(transport):
     with KvPublisher("vllm-0.24", endpoint=transport, topic="kv@pod:1@m") as publisher:
         with plain_sub(publisher.endpoint, topic=b"kv@", context=publisher.context) as sub:
             publisher.wait_subscribed()
@@ -70,7 +70,7 @@ def test_a_flush_within_a_step_sends_the_events_published_so_far(publisher):
     assert publisher.batches() == 2
 
 
-def test_a_worker_of_a_harness_publishes_to_it():
+def test_a_worker_of_a_harness_publishes_through_a_publisher():
     with RouterHarness(backend="vllm") as harness, KvPublisher("vllm-0.33") as publisher:
         harness.add_sink(publisher)
         prompt = harness.prompt(blocks=2)
@@ -88,7 +88,7 @@ BEHIND_THE_WIRE = ("lose", "double", "reorder", "delay", "wrong_parent", "unknow
 
 
 @pytest.mark.parametrize("fault", BEHIND_THE_WIRE)
-def test_faults_of_a_harness_change_what_its_own_index_gets_and_not_the_wire(fault):
+def test_faults_of_a_harness_do_not_change_the_bytes_on_the_wire(fault):
     def sent(ask):
         harness = RouterHarness(backend="vllm", allow=["event_id_gap"])
         wire = KvWire("vllm-0.33")
@@ -106,7 +106,7 @@ def test_faults_of_a_harness_change_what_its_own_index_gets_and_not_the_wire(fau
 
 
 @pytest.mark.parametrize("dialect", SPOKEN)
-def test_block_ids_written_by_hand_go_out_in_full_width_one_to_one(dialect):
+def test_small_block_ids_are_mapped_one_to_one_to_64_bit_hashes(dialect):
     with KvPublisher(dialect) as publisher, plain_sub(publisher.endpoint) as sub:
         publisher.wait_subscribed()
         publisher.publish(Stored(None, (0, 1), (7, 8)), token_ids=[[1, 2], [3, 4]])
@@ -122,7 +122,7 @@ def test_block_ids_written_by_hand_go_out_in_full_width_one_to_one(dialect):
     assert all(width + wire_hash(block).to_bytes(8, "big") in payloads[0] for block in (0, 1))
 
 
-def test_a_block_hash_of_more_than_64_bits_is_refused_next_to_a_small_one_too(publisher):
+def test_a_block_hash_of_more_than_64_bits_is_refused_even_next_to_a_small_one(publisher):
     for block in (2**64, -(2**63) - 1):
         with pytest.raises(EncodeError, match=r"block hash -?(0x)?\w+ has more than 64 bits$"):
             publisher.publish(removed(5, block))
@@ -144,7 +144,7 @@ RESTARTS = {
 
 
 @pytest.mark.parametrize("restart", RESTARTS)
-def test_a_worker_that_restarts_restarts_its_publisher(restart):
+def test_restarting_a_worker_restarts_its_publisher(restart):
     harness = RouterHarness(backend="vllm")
     with KvPublisher("vllm-0.33") as publisher, KvPublisher("vllm-0.33") as other:
         for worker, of_worker in enumerate((publisher, other)):
@@ -152,13 +152,13 @@ def test_a_worker_that_restarts_restarts_its_publisher(restart):
             harness.worker(worker).serve(harness.prompt())
         with publisher.step():
             harness.worker(0).serve(harness.prompt())
-            RESTARTS[restart](harness)  # what was not sent yet is lost in a crash
+            RESTARTS[restart](harness)  # unsent batches are lost in a crash
         assert (publisher.batches(), other.batches()) == (0, 1)
         harness.worker(0).serve(harness.prompt())
         assert [int.from_bytes(reply[1], "big") for reply in replayed(publisher.replay_endpoint, 0)[:-1]] == [0]
 
 
-def test_a_rank_that_restarts_restarts_its_rank_of_the_publisher():
+def test_restarting_a_rank_restarts_only_that_rank_of_the_publisher():
     harness = RouterHarness(EngineProfile(dp_size=2), backend="vllm")
     with KvPublisher("vllm-0.33", ranks=2) as publisher:
         harness.add_sink(publisher, worker_id=0)
@@ -168,7 +168,7 @@ def test_a_rank_that_restarts_restarts_its_rank_of_the_publisher():
         assert (publisher.batches(0), publisher.batches(1)) == (1, 0)
 
 
-def test_a_worker_may_restart_after_its_publisher_was_closed_and_without_the_rank():
+def test_a_worker_can_restart_if_its_publisher_is_closed_or_lacks_the_rank():
     harness = RouterHarness(EngineProfile(dp_size=2), backend="vllm")
     with KvPublisher("vllm-0.33") as publisher:
         harness.add_sink(publisher, worker_id=0)
@@ -176,7 +176,7 @@ def test_a_worker_may_restart_after_its_publisher_was_closed_and_without_the_ran
     harness.worker(0, dp_rank=0).restart()
 
 
-def test_bytes_of_a_worker_that_restarts_have_none_of_its_former_blocks():
+def test_a_restart_within_a_step_drops_the_unsent_events_of_the_worker():
     harness = RouterHarness(backend="vllm")
     wire = KvWire("vllm-0.33")
     harness.add_sink(wire, worker_id=0)
@@ -187,7 +187,7 @@ def test_bytes_of_a_worker_that_restarts_have_none_of_its_former_blocks():
     assert len(wire.decode(wire.payloads[0]).events) == 1
 
 
-def test_what_is_not_seen_after_a_restart_of_the_publisher_alone_is_explained(publisher):
+def test_a_timeout_notes_a_restart_of_the_publisher_without_its_worker(publisher):
     publish_chain(publisher, 2)
     publisher.faults.restart()
     publish_chain(publisher, 1)
@@ -200,16 +200,16 @@ def test_what_is_not_seen_after_a_restart_of_the_publisher_alone_is_explained(pu
     assert line not in str(caught.value)
 
 
-def test_a_timeout_after_a_restart_notes_that_numbers_began_again(publisher):
+def test_a_timeout_after_a_restart_notes_that_batch_numbers_restarted(publisher):
     began_anew = "rank 0 restarted: its numbers begin with 0 again; batches 0 to 1 went before that, and no replay has them any more"  # noqa: E501
     publish_chain(publisher, 2)
     assert began_anew not in why(publisher)
     publisher.worker_restarted(0)
-    publisher.worker_restarted(0)  # it has published nothing since
+    publisher.worker_restarted(0)  # it has published no batch since
     assert began_anew in why(publisher)
 
 
-def test_event_ids_of_what_is_published_by_hand_begin_with_0_after_a_restart():
+def test_event_ids_of_published_data_begin_at_0_after_a_restart():
     wire = KvWire("dynamo-router-event")
     for _ in range(2):
         wire.publish(Stored(None, (1,), (1,)), token_ids=[(1, 2)])
@@ -225,7 +225,7 @@ def test_event_ids_of_what_is_published_by_hand_begin_with_0_after_a_restart():
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
 @pytest.mark.parametrize("own_context", [True, False])
-def test_a_publisher_that_was_closed_is_bound_again_where_its_subscribers_are(transport, own_context):
+def test_a_new_publisher_can_take_over_the_endpoint_of_a_closed_one(transport, own_context):
     context = None if own_context else zmq.Context()
     closed = KvPublisher("vllm-0.33", endpoint=transport, context=context)
     places = {"endpoint": closed.endpoint, "replay": closed.replay_endpoint}
@@ -250,7 +250,7 @@ def test_a_publisher_that_was_closed_is_bound_again_where_its_subscribers_are(tr
         assert not Path(closed.endpoint.removeprefix("ipc://")).parent.exists()
 
 
-def test_a_publisher_that_takes_over_never_sends_the_same_bytes_again_and_says_that_numbers_began_again():
+def test_a_publisher_that_takes_over_sends_new_bytes_and_notes_the_restart():
     with KvPublisher("vllm-0.33") as closed:
         publish_chain(closed, 1)
         payload = replayed(closed.replay_endpoint, 0)[0][-1]
@@ -275,7 +275,7 @@ def test_an_address_is_free_as_soon_as_its_publisher_is_closed(transport):
         closed.close()
 
 
-def test_a_publisher_that_is_open_is_not_taken_over(publisher):
+def test_an_open_publisher_cannot_be_taken_over(publisher):
     with KvPublisher("vllm-0.24") as other, pytest.raises(ValueError, match="is open: close it first"):
         other.take_over(publisher)
 
@@ -294,7 +294,7 @@ def test_a_worker_that_publishes_to_a_closed_publisher_gets_one_error():
     )
 
 
-def test_what_cannot_be_said_is_named_and_takes_no_number(publisher):
+def test_an_event_that_cannot_be_published_is_refused_and_uses_no_batch_number(publisher):
     with pytest.raises(EncodeError, match="without token ids"):
         publisher.publish(stored(BIG))
     with pytest.raises(TypeError, match=r"a KvPublisher takes Stored, .*, got 'stored' \(str\)"):
@@ -319,7 +319,7 @@ def test_a_replay_is_framed_as_the_engine_frames_it(dialect, topic):
     assert [(replay.start, replay.sent) for replay in publisher.replays] == [(2, (2, 3))]
 
 
-def test_a_replay_from_a_dropped_batch_has_the_later_ones_and_no_error():
+def test_a_replay_from_a_dropped_batch_sends_the_later_batches_without_an_error():
     # vLLM's own test: a buffer of 100, 110 batches: 10 to 109.
     with KvPublisher("vllm-0.24", buffer_steps=100) as publisher:
         publish_chain(publisher, 110)
@@ -327,11 +327,11 @@ def test_a_replay_from_a_dropped_batch_has_the_later_ones_and_no_error():
     assert [*range(10, 110)] == [int.from_bytes(reply[1], "big") for reply in batches]
 
 
-def test_a_replay_from_a_future_batch_is_an_end_marker(publisher):
+def test_a_replay_from_a_future_batch_is_only_an_end_marker(publisher):
     assert len(replayed(publisher.replay_endpoint, 10)) == 1
 
 
-def test_a_request_with_other_frames_is_noted_and_not_answered(publisher):
+def test_a_malformed_replay_request_is_recorded_and_not_answered(publisher):
     publish_chain(publisher, 1)
     context = zmq.Context()
     dealer = context.socket(zmq.DEALER)
@@ -343,7 +343,7 @@ def test_a_request_with_other_frames_is_noted_and_not_answered(publisher):
     assert [(replay.frames, replay.start) for replay in publisher.replays] == [(1, None), (2, 0)]
 
 
-def test_it_says_which_client_asked_for_what(publisher):
+def test_a_publisher_records_the_client_and_start_of_each_replay(publisher):
     publish_chain(publisher, 2)
     context = zmq.Context()
     for name, start in ((b"one", 1), (b"two", 0), (None, 1)):
@@ -353,7 +353,7 @@ def test_it_says_which_client_asked_for_what(publisher):
         dealer.connect(publisher.replay_endpoint)
         dealer.rcvtimeo = 5000
         dealer.send_multipart([b"", start.to_bytes(8, "big")])
-        for _ in range(3 - start):  # the end marker, too
+        for _ in range(3 - start):  # also the end marker
             dealer.recv_multipart()
         dealer.close(linger=0)
     context.term()
@@ -363,7 +363,7 @@ def test_it_says_which_client_asked_for_what(publisher):
     assert unnamed.client not in (b"", b"one", b"two")
 
 
-def test_each_rank_is_asked_at_the_next_port():
+def test_each_rank_answers_replays_at_its_own_consecutive_port():
     with KvPublisher("vllm-0.24", ranks=3) as publisher:
         publisher.publish(KvCacheEvent(0, Cleared(), 2))
         assert [len(replayed(endpoint, 0)) for endpoint in publisher.replay_endpoints] == [1, 1, 2]
@@ -375,7 +375,7 @@ def test_each_rank_is_asked_at_the_next_port():
 # ------------------------------------------------------------------------------------------------ waiting
 
 
-def test_subscriptions_to_one_topic_are_counted_and_those_that_ended_are_not(publisher):
+def test_only_active_subscriptions_to_a_topic_are_counted(publisher):
     with plain_sub(publisher.endpoint), plain_sub(publisher.endpoint), plain_sub(publisher.endpoint):
         publisher.wait_subscribed(3)
         assert publisher.subscriptions() == (b"", b"", b"")
@@ -384,7 +384,7 @@ def test_subscriptions_to_one_topic_are_counted_and_those_that_ended_are_not(pub
         publisher.wait_subscribed(timeout=0)
 
 
-def test_waiting_for_subscriptions_says_which_there_are():
+def test_a_timeout_of_wait_subscribed_lists_the_existing_subscriptions():
     with KvPublisher("vllm-0.24", topic="kv@a@m") as publisher, plain_sub(publisher.endpoint, topic=b"kv-events"):
         publisher.settle(publisher.subscriptions)
         with pytest.raises(WireTimeout) as caught:
@@ -395,7 +395,7 @@ def test_waiting_for_subscriptions_says_which_there_are():
         )
 
 
-def test_each_rank_must_be_subscribed_to():
+def test_wait_subscribed_requires_a_subscription_to_each_rank():
     with KvPublisher("vllm-0.24", ranks=2) as publisher, plain_sub(publisher.endpoints[0]):
         with pytest.raises(WireTimeout) as caught:
             publisher.wait_subscribed(timeout=0.2)
@@ -403,7 +403,7 @@ def test_each_rank_must_be_subscribed_to():
 
 
 def answers(value):
-    """A probe that is awaited, and answers this."""
+    """An async probe with this answer."""
 
     async def probe():
         return value
@@ -411,7 +411,7 @@ def answers(value):
     return probe
 
 
-def test_an_async_test_waits_without_stopping_its_loop(publisher):
+def test_an_async_test_can_wait_without_blocking_its_loop(publisher):
     async def consumer(endpoint):
         turns = 0
 
@@ -448,14 +448,14 @@ def test_settle_waits_for_the_answer_of_a_consumer_in_another_thread(publisher):
     thread.join()
 
 
-def test_settle_polls_even_without_a_wait_for_the_subscription(publisher):
+def test_settle_waits_between_polls_with_an_unread_subscription(publisher):
     asked = []
     with plain_sub(publisher.endpoint):
-        while not publisher._ranks[0].xpub.poll(0):  # the subscription is there, and unread
+        while not publisher._ranks[0].xpub.poll(0):  # the subscription has arrived and is unread
             pass
         with pytest.raises(WireTimeout):
             publisher.settle(lambda: asked.append(1), timeout=0.1)
-    assert len(asked) <= 30  # every 5 ms; without a wait it would be thousands
+    assert len(asked) <= 30  # every 5 ms; without a wait there would be thousands
 
 
 def test_settle_explains_its_wait(publisher):
@@ -477,13 +477,13 @@ def test_settle_explains_its_wait(publisher):
 
 
 def why(publisher, answer=False, expected=None):
-    """The lines of the timeout of a consumer that does not answer as it should, but for the first."""
+    """Return the lines of the timeout, except the first, of a consumer with a wrong answer."""
     with pytest.raises(WireTimeout) as caught:
         publisher.settle(lambda: answer, expected, timeout=0)
     return str(caught.value).splitlines()[1:]
 
 
-def test_batches_sent_before_any_subscription_are_named(publisher):
+def test_a_timeout_names_batches_sent_before_any_subscription(publisher):
     publish_chain(publisher, 3)
     with plain_sub(publisher.endpoint):
         publisher.wait_subscribed()
@@ -492,7 +492,7 @@ def test_batches_sent_before_any_subscription_are_named(publisher):
             "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
             "rank 0: batches 0 to 2 went out with 0 subscriptions: call wait_subscribed first",
         ]
-        replayed(publisher.replay_endpoint, 0)  # who asks for all has them
+        replayed(publisher.replay_endpoint, 0)  # a consumer that requests all batches gets them
         assert why(publisher) == [
             "rank 0 has published batches 0 to 4, to 1 subscriptions, seen from batch 3 on",
             "rank 0 was asked for batches from 0 on, and sent 5",
@@ -502,21 +502,21 @@ def test_batches_sent_before_any_subscription_are_named(publisher):
         assert why(publisher)[0] == "rank 0 has published batch 0, to 1 subscriptions"
 
 
-def test_what_is_published_to_a_subscriber_that_was_waited_for_went_out_to_it(publisher):
+def test_batches_sent_after_wait_subscribed_count_as_received_by_the_subscriber(publisher):
     with plain_sub(publisher.endpoint):
         publisher.wait_subscribed()
         publish_chain(publisher, 2)
         assert why(publisher) == ["rank 0 has published batches 0 to 1, to 1 subscriptions"]
 
 
-def test_a_subscription_that_is_there_unread_counts_from_the_batch_that_it_gets(publisher):
+def test_an_unread_subscription_counts_from_the_first_batch_that_it_receives(publisher):
     with plain_sub(publisher.endpoint):
         assert publisher._ranks[0].xpub.poll(5000)
         publish_chain(publisher, 2)
         assert why(publisher) == ["rank 0 has published batches 0 to 1, to 1 subscriptions"]
 
 
-def test_a_number_with_its_low_byte_first_is_named(publisher):
+def test_a_replay_request_in_little_endian_is_explained(publisher):
     publish_chain(publisher, 3)
     replayed(publisher.replay_endpoint, int.from_bytes((2).to_bytes(8, "little"), "big"))
     assert why(publisher)[-1] == (
@@ -527,7 +527,7 @@ def test_a_number_with_its_low_byte_first_is_named(publisher):
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_an_injected_loss_without_a_replay_request_is_explained(replay):
+def test_a_timeout_notes_an_injected_loss_without_a_replay_request(replay):
     with KvPublisher("vllm-0.33", replay=replay) as publisher:
         publisher.faults.double()
         publisher.faults.lose(2)
@@ -539,7 +539,7 @@ def test_an_injected_loss_without_a_replay_request_is_explained(replay):
             assert "nobody" not in str(why(publisher))
 
 
-def test_a_wait_that_blocks_the_loop_names_what_does_not(publisher):
+def test_a_wait_that_blocks_the_asyncio_loop_names_its_async_version(publisher):
     async def blocks():
         return why(publisher)[-1]
 
@@ -562,7 +562,7 @@ def test_a_wait_that_blocks_the_loop_names_what_does_not(publisher):
     assert "asyncio" not in asyncio.run(goes_on()) + str(why(publisher))
 
 
-def test_over_inproc_the_context_is_named():
+def test_a_timeout_over_inproc_mentions_the_shared_context():
     with KvPublisher("vllm-0.33", endpoint="inproc") as publisher:
         line = "over inproc a subscriber uses the publisher's `context`"
         assert line == why(publisher)[-1]
@@ -573,7 +573,7 @@ def test_over_inproc_the_context_is_named():
             assert line not in why(publisher)
 
 
-# An answer, what is expected, and what the first lines of the timeout say of that.
+# An answer, the expected one, and the first lines of the timeout about the difference.
 LONG = {
     "a list": (
         [0] * 9 + [1],
@@ -610,7 +610,7 @@ LONG = {
 
 
 @pytest.mark.parametrize("case", LONG)
-def test_of_a_long_answer_only_what_differs_is_shown(publisher, case):
+def test_a_timeout_shows_only_the_differences_of_a_long_answer(publisher, case):
     answer, expected, lines = LONG[case]
 
     def probe():
@@ -624,7 +624,7 @@ def test_of_a_long_answer_only_what_differs_is_shown(publisher, case):
     ).splitlines()
 
 
-def test_an_assertion_of_the_probe_is_not_yet_and_any_other_error_is_raised(publisher):
+def test_settle_retries_after_an_assertion_error_and_raises_any_other_error(publisher):
     answers = iter([AssertionError("no"), AssertionError("not yet"), None])
 
     def probe():
@@ -667,27 +667,27 @@ WRONG = {
 
 
 @pytest.mark.parametrize("endpoint", WRONG)
-def test_an_endpoint_that_cannot_be_used_is_refused(endpoint):
+def test_an_unusable_endpoint_is_refused(endpoint):
     with pytest.raises(EndpointError) as caught:
         KvPublisher("vllm-0.24", endpoint=endpoint)
     assert WRONG[endpoint] == str(caught.value)
 
 
-def test_a_directory_for_ipc_is_gone_where_the_replay_endpoint_is_refused(tmp_path, monkeypatch):
+def test_a_refused_replay_endpoint_leaves_no_ipc_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EndpointError, match="unknown transport 'http'"):
         KvPublisher("vllm-0.24", endpoint="ipc", replay="http://x")
     assert [*tmp_path.iterdir()] == []
 
 
-def test_several_ranks_have_no_ipc_path_as_in_engines_and_no_directory_is_left(tmp_path, monkeypatch):
+def test_ipc_is_refused_for_several_ranks_and_leaves_no_directory(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     with pytest.raises(EndpointError, match="an endpoint of rank 1 must be tcp with a port, or inproc; got 'ipc:///"):
         KvPublisher("vllm-0.33", endpoint="ipc", ranks=2)
     assert [*tmp_path.iterdir()] == []
 
 
-def test_localhost_is_the_loopback():
+def test_localhost_is_bound_as_the_loopback_address():
     with KvPublisher("vllm-0.24", endpoint="tcp://localhost:*", replay=False) as publisher:
         assert publisher.endpoint.startswith("tcp://127.0.0.1:")
         assert publisher.replay_endpoint is None
@@ -705,8 +705,8 @@ def test_a_port_that_is_taken_is_named(publisher):
         KvPublisher("vllm-0.24", replay=publisher.endpoint)
 
 
-def test_a_next_endpoint_that_is_taken_is_named_and_the_first_is_free_again():
-    # Over inproc: the port after one that is free may be taken by another program at any time.
+def test_a_taken_endpoint_of_a_later_rank_is_named_and_the_first_is_released():
+    # Over inproc: another program may take the port after a free one at any time.
     context = zmq.Context()
     with KvPublisher("vllm-0.24", endpoint="inproc://kv_dp1", replay=False, context=context):
         with pytest.raises(EndpointError, match="inproc://kv_dp1 is taken"):
@@ -725,10 +725,10 @@ def test_an_inproc_name_that_is_taken_is_named():
         pytest.raises(EndpointError, match="inproc://kv is taken: something else is bound there; take another name"),
     ):
         KvPublisher("vllm-0.24", endpoint="inproc://kv", context=context)
-    context.term()  # it would wait for a socket that is open
+    context.term()  # it would wait for an open socket
 
 
-def test_endpoints_of_ranks():
+def test_each_rank_has_the_next_port_or_an_inproc_suffix():
     assert [rank_endpoint("tcp://h:5557", rank) for rank in (0, 1)] == ["tcp://h:5557", "tcp://h:5558"]
     assert [rank_endpoint("inproc://kv", rank) for rank in (0, 1)] == ["inproc://kv", "inproc://kv_dp1"]
     assert rank_endpoint("tcp://*:0", 7) == "tcp://*:0"
@@ -748,7 +748,7 @@ def test_endpoints_of_ranks():
 
 
 @pytest.mark.parametrize("rank", [2, -1, "one"])
-def test_a_fault_of_a_rank_that_there_is_not_is_refused(rank):
+def test_a_fault_of_an_unknown_rank_is_refused(rank):
     with KvPublisher("vllm-0.24", ranks=2, replay=False) as publisher:
         with pytest.raises(ValueError, match=f"^the publisher has ranks 0 to 1, got rank {rank!r}$"):
             publisher.faults.lose(dp_rank=rank)
@@ -756,7 +756,7 @@ def test_a_fault_of_a_rank_that_there_is_not_is_refused(rank):
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x90", b"\x93\xc0\xc0\xc0", b"\x93\xc0\x91\x01\xc0"])
-def test_a_fault_that_changes_events_says_that_a_payload_has_none_and_still_waits(publisher, payload):
+def test_an_event_fault_refuses_a_payload_without_events_and_remains_pending(publisher, payload):
     publisher.faults.extra_field()
     with pytest.raises(
         ValueError, match=r"^extra_field changes the events of a batch, and the payload of batch 0 is none"
@@ -769,18 +769,18 @@ def test_a_fault_that_changes_events_says_that_a_payload_has_none_and_still_wait
     ) == (0, [], ["extra_field (1 batch left)"])
 
 
-def test_a_replay_with_nothing_to_leave_out_is_not_truncated_and_the_fault_still_waits(publisher):
+def test_truncate_replay_remains_pending_until_a_replay_is_long_enough(publisher):
     publisher.faults.truncate_replay(2)
     publish_chain(publisher, 2)
     assert [int.from_bytes(frames[-2], "big") for frames in replayed(publisher.replay_endpoint, 0)[:-1]] == [0, 1]
     assert publisher.faults.unused == ["truncate_replay (no replay had so much to leave out)"]
     assert publisher.faults.injected == []
     publish_chain(publisher, 1)
-    assert len(replayed(publisher.replay_endpoint, 0)) == 3  # two, and the end marker
+    assert len(replayed(publisher.replay_endpoint, 0)) == 3  # two batches and the end marker
     assert [(each.fault, each.batch) for each in publisher.faults.injected] == [("truncate_replay", 2)]
 
 
-def test_an_end_marker_that_is_left_out_was_injected(publisher):
+def test_a_replay_without_its_end_marker_is_recorded_as_injected(publisher):
     publisher.faults.truncate_replay(5, end_marker=False)
     publish_chain(publisher, 2)
     assert len(replayed(publisher.replay_endpoint, 0, messages=2)) == 2
@@ -795,12 +795,12 @@ def test_a_payload_that_is_not_bytes_is_refused(publisher, payload):
     assert publisher.batches() == 0
 
 
-def test_an_unknown_dialect_is_answered_with_the_nearest():
+def test_an_unknown_dialect_is_refused_with_the_nearest_names():
     with pytest.raises(ValueError, match=r"unknown dialect 'vllm-0\.34'; did you mean 'vllm-0\.33'"):
         KvPublisher("vllm-0.34")
 
 
-def test_a_dialect_that_is_not_spoken_over_zmq_is_refused():
+def test_a_dialect_without_zmq_is_refused():
     with pytest.raises(
         ValueError, match=r"dialect 'dynamo-router-event' is not spoken over ZMQ; these are: vllm-0\.9, "
     ):
@@ -808,7 +808,7 @@ def test_a_dialect_that_is_not_spoken_over_zmq_is_refused():
 
 
 @pytest.mark.parametrize("name", ["ranks", "buffer_steps", "hwm"])
-def test_numbers_out_of_range_are_refused(name):
+def test_publisher_options_out_of_range_are_refused(name):
     with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got 0$"):
         KvPublisher("vllm-0.24", **{name: 0})
 
@@ -826,7 +826,7 @@ def test_numbers_out_of_range_are_refused(name):
         ({"topic": b"kv"}, ValueError, "topic must be a string, got b'kv'"),
     ],
 )
-def test_options_of_another_type_are_refused(option, error, message):
+def test_publisher_options_of_the_wrong_type_are_refused(option, error, message):
     with pytest.raises(error) as caught:
         KvPublisher("vllm-0.33", **option)
     assert str(caught.value) == message
@@ -849,7 +849,7 @@ def test_a_context_that_is_closed_or_of_asyncio_is_refused(make):
             pass
 
 
-def test_a_probe_of_the_other_kind_is_refused(publisher):
+def test_settle_refuses_async_probes_and_asettle_refuses_sync_ones(publisher):
     async def probe():
         return True
 
@@ -865,13 +865,13 @@ def test_a_probe_of_the_other_kind_is_refused(publisher):
         publisher.settle(5)
 
 
-def test_an_end_marker_is_left_out_or_not(publisher):
+def test_end_marker_must_be_a_boolean(publisher):
     with pytest.raises(ValueError, match=r"^end_marker must be True or False, got 5$"):
         publisher.faults.truncate_replay(end_marker=5)
     assert publisher.faults.unused == []
 
 
-def test_a_closed_publisher_is_not_entered_nor_stepped(publisher):
+def test_a_closed_publisher_refuses_with_and_step(publisher):
     publisher.close()
     for context in (publisher, publisher.step()):
         with pytest.raises(ValueError) as refused, context:
@@ -879,7 +879,7 @@ def test_a_closed_publisher_is_not_entered_nor_stepped(publisher):
         assert str(refused.value) == f"this KvPublisher is closed; another one may be bound at {publisher.endpoint}"
 
 
-def test_a_closed_publisher_refuses_everything_but_to_be_closed(publisher):
+def test_a_closed_publisher_refuses_every_call_except_close(publisher):
     publisher.close()
     publisher.close()
     for call in (
@@ -894,7 +894,7 @@ def test_a_closed_publisher_refuses_everything_but_to_be_closed(publisher):
             call()
 
 
-def test_a_publisher_that_is_closed_while_a_task_waits_ends_the_wait(publisher):
+def test_closing_a_publisher_while_a_task_waits_ends_the_wait(publisher):
     async def closed_meanwhile():
         waiting = asyncio.create_task(publisher.await_subscribed())
         await tasks_wait()
@@ -905,7 +905,7 @@ def test_a_publisher_that_is_closed_while_a_task_waits_ends_the_wait(publisher):
         asyncio.run(closed_meanwhile())
 
 
-def test_without_pyzmq_one_line_says_how_to_install_it():
+def test_without_pyzmq_a_one_line_error_says_how_to_install_it():
     code = (
         "import sys; sys.modules['zmq'] = None\n"
         "from pytest_kvmock.wire.sockets import KvPublisher\n"

@@ -1,4 +1,4 @@
-"""A subscriber: what it gets over each fault of the wire, with a replay and without."""
+"""A subscriber: what it receives under each wire fault, with and without a replay."""
 
 import asyncio
 import contextlib
@@ -26,7 +26,7 @@ def _has_ipv6():
 
 
 class World:
-    """A publisher, and a subscriber that notes which blocks it was given."""
+    """A publisher, and a subscriber that records the received blocks."""
 
     def __init__(self, *, replay, dialect="vllm-0.33", **options):
         self.blocks, self.events = [], []
@@ -71,7 +71,7 @@ class World:
         self.publisher.close()
 
 
-def test_a_timeout_after_a_restart_notes_that_numbers_began_again():
+def test_a_timeout_after_a_restart_notes_that_batch_numbers_restarted():
     with World(replay=False) as world:
         world.publish(2)
         world.receive(2)
@@ -87,7 +87,7 @@ def test_a_timeout_after_a_restart_notes_that_numbers_began_again():
 
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc"])
-def test_an_engine_that_dies_and_comes_back_at_its_address_is_noticed_by_the_first_batch_though_it_is_the_same(
+def test_a_restarted_engine_is_detected_even_if_its_first_batch_has_the_same_events(
     transport,
 ):
     harness, received = RouterHarness(backend="vllm"), []
@@ -120,7 +120,7 @@ def test_an_engine_that_dies_and_comes_back_at_its_address_is_noticed_by_the_fir
 
 @pytest.mark.parametrize("dialect", SPOKEN)
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])
-def test_what_is_published_arrives(dialect, transport):
+def test_published_batches_arrive_over_every_transport_and_dialect(dialect, transport):
     with World(replay=False, dialect=dialect, endpoint=transport, worker_id=7) as world:
         world.publish(3)
         world.receive(3)
@@ -135,8 +135,7 @@ def test_what_is_published_arrives(dialect, transport):
 
 ALL = [0, 1, 2, 3, 4, 5]
 
-# A fault, how it is asked for; the blocks that arrive with a replay and without; what is lost with a replay and
-# without.
+# A fault, its request; the blocks that arrive with a replay and without; the losses with a replay and without.
 FAULTS = {
     "none": (lambda faults: None, ALL, ALL, [], []),
     "lost": (lambda faults: faults.lose(2), ALL, [0, 3, 4, 5], [], ["batches 1 to 2 did not arrive"]),
@@ -185,10 +184,10 @@ def test_a_replay_recovers_available_batches_and_the_rest_is_reported(dialect, f
         assert (with_replay if replay else without) == [block + signed for block in world.blocks]
         assert (lost_with if replay else lost_without) == world.lost
         assert world.publisher.faults.unused == []
-        assert bool(ask(world.publisher.faults)) is False  # it can be asked for again
+        assert bool(ask(world.publisher.faults)) is False  # it can be requested again
 
 
-def test_a_late_join_is_recovered_from_the_first_batch():
+def test_a_late_subscriber_recovers_all_batches_from_the_first():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(4)
@@ -198,7 +197,7 @@ def test_a_late_join_is_recovered_from_the_first_batch():
             world.publisher.faults.late_join()
 
 
-def test_one_that_joins_on_purpose_begins_with_what_comes():
+def test_a_late_subscriber_without_from_start_begins_with_the_next_batch():
     with World(replay=False, from_start=False) as world:
         world.publisher.faults.late_join(3)
         world.publish(4)
@@ -206,7 +205,7 @@ def test_one_that_joins_on_purpose_begins_with_what_comes():
         assert world.lost == []
 
 
-def test_one_that_joins_can_catch_up_without_waiting_for_a_live_batch():
+def test_a_late_subscriber_can_catch_up_without_a_live_batch():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(3)
@@ -217,7 +216,7 @@ def test_one_that_joins_can_catch_up_without_waiting_for_a_live_batch():
         world.subscriber.catch_up()
 
 
-def test_a_batch_that_counts_as_lost_is_not_applied_when_it_arrives_late():
+def test_a_lost_batch_that_arrives_late_is_not_applied():
     with World(replay=False) as world:
         world.publish(1)
         world.publisher.faults.reorder()
@@ -230,7 +229,7 @@ def test_a_batch_that_counts_as_lost_is_not_applied_when_it_arrives_late():
         ]
 
 
-def test_a_restart_with_a_number_that_counts_as_lost_is_not_a_late_batch():
+def test_a_restart_at_the_number_of_a_lost_batch_is_not_a_late_batch():
     with World(replay=False, from_start=True) as world:
         world.publisher.faults.lose()
         world.publish(2)
@@ -243,7 +242,7 @@ def test_a_restart_with_a_number_that_counts_as_lost_is_not_a_late_batch():
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_restart_is_reported_and_the_new_beginning_is_applied(replay):
+def test_a_restart_is_reported_and_the_new_batches_are_applied(replay):
     with World(replay=replay) as world:
         world.publish(3)
         world.receive(3)
@@ -255,7 +254,7 @@ def test_a_restart_is_reported_and_the_new_beginning_is_applied(replay):
         assert [event.event.event_id for event in world.events] == [0, 1, 2, 0, 1]
 
 
-def test_a_restart_shows_though_a_replay_has_brought_batches_of_the_same_numbers():
+def test_a_restart_is_detected_if_a_replay_already_delivered_the_same_numbers():
     with World(replay=True) as world:
         world.publisher.faults.late_join(3)
         world.publish(3)
@@ -268,7 +267,7 @@ def test_a_restart_shows_though_a_replay_has_brought_batches_of_the_same_numbers
         assert world.subscriber.duplicates == 0
 
 
-def test_a_restart_shows_after_more_batches_than_are_remembered(monkeypatch):
+def test_a_restart_is_detected_after_more_batches_than_are_remembered(monkeypatch):
     monkeypatch.setattr(kv_subscriber, "MOST_REMEMBERED", 2)
     with World(replay=False) as world:
         world.publish(4)
@@ -280,7 +279,7 @@ def test_a_restart_shows_after_more_batches_than_are_remembered(monkeypatch):
         assert world.lost == ["batch 0 came after batch 3: numbers went backwards, as after an unannounced restart"]
 
 
-def test_a_repeat_of_a_batch_that_is_not_remembered_is_not_a_restart(monkeypatch):
+def test_a_repeated_batch_is_not_a_restart_even_if_it_is_no_longer_remembered(monkeypatch):
     monkeypatch.setattr(kv_subscriber, "MOST_REMEMBERED", 2)
     with World(replay=True) as world:
         world.publish(4)
@@ -292,7 +291,7 @@ def test_a_repeat_of_a_batch_that_is_not_remembered_is_not_a_restart(monkeypatch
         assert (world.subscriber.duplicates, world.blocks, world.lost) == (1, [0, 1, 2, 3], [])
 
 
-def test_after_a_restart_what_was_lost_of_the_new_beginning_is_recovered():
+def test_lost_batches_after_a_restart_are_recovered():
     with World(replay=True) as world:
         world.publish(5)
         world.receive(5)
@@ -304,7 +303,7 @@ def test_after_a_restart_what_was_lost_of_the_new_beginning_is_recovered():
 
 
 @pytest.mark.parametrize("end_marker", [True, False])
-def test_a_truncated_replay_leaves_a_gap_that_is_reported(end_marker):
+def test_the_gap_left_by_a_truncated_replay_is_reported(end_marker):
     with World(replay=True, replay_timeout=0.1) as world:
         world.publish(1)
         world.publisher.faults.lose(4)
@@ -319,12 +318,12 @@ def test_a_truncated_replay_leaves_a_gap_that_is_reported(end_marker):
         assert world.lost == [f"batches 3 to 4 did not arrive, and {why}"]
         assert [(0, range(1, 3))] == world.subscriber.recovered
         world.publisher.faults.lose()
-        world.publish(2)  # the next replay is whole again
+        world.publish(2)  # the next replay is complete again
         assert world.receive(2) == [0, 1, 2, 5, 6, 7]
 
 
 @pytest.mark.skipif(not _has_ipv6(), reason="this machine has no ::1")
-def test_the_loopback_of_ipv6_is_a_loopback():
+def test_the_ipv6_loopback_works_as_an_endpoint():
     with World(replay=True, endpoint="tcp://[::1]:*") as world:
         assert world.publisher.endpoint.startswith("tcp://[::1]:")
         world.publisher.faults.lose()
@@ -332,7 +331,7 @@ def test_the_loopback_of_ipv6_is_a_loopback():
         assert world.receive(2) == [0, 1]
 
 
-def test_a_replay_that_breaks_off_is_a_problem_where_no_gap_shows_it():
+def test_an_incomplete_replay_is_reported_even_without_a_gap():
     with World(replay=True, replay_timeout=0.1) as world:
         world.publisher.faults.lose(2)
         world.publisher.faults.truncate_replay(1, end_marker=False)
@@ -343,7 +342,7 @@ def test_a_replay_that_breaks_off_is_a_problem_where_no_gap_shows_it():
         ]
 
 
-def test_a_batch_that_cannot_be_read_is_not_recovered_by_a_replay_of_the_same_bytes():
+def test_an_unreadable_batch_is_not_recovered_by_a_replay_of_the_same_bytes():
     with World(replay=True) as world:
         world.publish(1)
         world.publisher.publish_payload(b"\xc1")
@@ -353,7 +352,7 @@ def test_a_batch_that_cannot_be_read_is_not_recovered_by_a_replay_of_the_same_by
         assert not any(1 in batches for _, batches in world.subscriber.recovered)
 
 
-def test_after_an_error_of_the_sink_in_a_replay_the_next_one_is_whole():
+def test_a_replay_after_a_sink_error_delivers_the_remaining_batches():
     with World(replay=True) as world:
         world.publisher.faults.lose(3)
         world.publish(3)
@@ -381,7 +380,7 @@ def test_each_rank_is_recovered_separately():
         assert [(replay.dp_rank, replay.start) for replay in world.publisher.replays] == [(1, 0)]
 
 
-def test_messages_that_are_not_batches_are_named():
+def test_messages_that_are_not_batches_are_reported():
     context = zmq.Context()
     xpub = context.socket(zmq.XPUB)
     xpub.bind("inproc://strange")
@@ -402,7 +401,7 @@ def test_messages_that_are_not_batches_are_named():
 
 
 @pytest.mark.parametrize("payload", [b"", b"\xc1", b"\x93", b"garbage", b"\x93\xcb\0\0\0\0\0\0\0\0\x91\x91\xa1x"])
-def test_garbage_is_named_and_the_next_batch_is_applied(payload):
+def test_garbage_is_reported_and_the_next_batch_is_applied(payload):
     with World(replay=False) as world:
         world.publisher.publish_payload(payload)
         world.publish(1)
@@ -414,7 +413,7 @@ EMPTY = msgspec.msgpack.encode([5.0, [], 0])
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_batch_without_events_is_taken_and_nothing_is_lost(replay):
+def test_an_empty_batch_is_accepted_and_counts_as_received(replay):
     with World(replay=replay) as world:
         world.publisher.publish_payload(EMPTY)
         world.publish(1)
@@ -422,7 +421,7 @@ def test_a_batch_without_events_is_taken_and_nothing_is_lost(replay):
         assert (world.lost, world.subscriber.problems, world.subscriber.unreadable) == ([], [], 0)
 
 
-def test_a_restart_shows_in_a_batch_without_events():
+def test_a_restart_is_detected_by_an_empty_batch():
     with World(replay=False) as world:
         world.publish(3)
         world.receive(3)
@@ -432,7 +431,7 @@ def test_a_restart_shows_in_a_batch_without_events():
         assert world.lost == ["batch 0 came after batch 2: numbers went backwards, as after an unannounced restart"]
 
 
-def test_a_batch_of_whose_rank_nothing_can_be_read_keeps_its_events():
+def test_a_batch_with_an_unreadable_rank_keeps_its_events():
     with World(replay=False) as world:
         sent = []
         write, world.publisher._write = world.publisher._write, lambda dp_rank, payload: sent.append(payload)
@@ -444,7 +443,7 @@ def test_a_batch_of_whose_rank_nothing_can_be_read_keeps_its_events():
         assert (world.lost, world.subscriber.unreadable, len(world.subscriber.problems)) == ([], 0, 1)
 
 
-def test_one_bad_event_leaves_a_gap_of_ids():
+def test_one_bad_event_leaves_a_gap_of_event_ids():
     with World(replay=True) as world:
         world.publisher.faults.unknown_tag()
         world.publish(2)
@@ -454,7 +453,7 @@ def test_one_bad_event_leaves_a_gap_of_ids():
 
 
 def publish_some_unreadable(publisher, count, tags):
-    """Publish one batch of a chain of so many blocks, in which events have the tags that are given for their places."""
+    """Publish one batch of a chain of `count` blocks; events at the given places have the given tags."""
     sent = []
     write, publisher._write = publisher._write, lambda dp_rank, payload: sent.append((dp_rank, payload))
     with publisher.step():
@@ -468,7 +467,7 @@ def publish_some_unreadable(publisher, count, tags):
 
 EXPECTED_TAG = "unknown_tag, type: expected BlockStored, BlockRemoved, AllBlocksCleared, got"
 
-# Tags by their places in a batch of four events; what is reported, and after how many events.
+# Tags by their places in a batch of four events; the reports, each with the number of events before it.
 UNREADABLE = {
     "in the middle": ({1: "Pinned"}, [(1, f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")]),
     "at the end": ({3: "Pinned"}, [(3, f"event 3 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")]),
@@ -487,7 +486,7 @@ UNREADABLE = {
 
 
 @pytest.mark.parametrize("where", UNREADABLE)
-def test_events_that_cannot_be_read_are_reported_where_they_are_missing(where):
+def test_unreadable_events_are_reported_at_their_place_in_the_stream(where):
     tags, expected = UNREADABLE[where]
     heard = []
     with World(
@@ -496,11 +495,11 @@ def test_events_that_cannot_be_read_are_reported_where_they_are_missing(where):
         publish_some_unreadable(world.publisher, 4, tags)
         world.receive(1)
         assert [(place, range(1), text) for place, text in expected] == heard
-        assert [*range(4 - len(tags))] == [event.event.event_id for event in world.events]  # no gap on top of that
+        assert [*range(4 - len(tags))] == [event.event.event_id for event in world.events]  # and no gap
         assert ([], len(tags)) == (world.subscriber.lost, len(world.subscriber.problems))
 
 
-def test_a_batch_that_a_replay_brings_in_part_counts_as_recovered():
+def test_a_batch_that_a_replay_recovers_partly_counts_as_recovered():
     heard = []
     with World(replay=True, on_loss=lambda worker, rank, batches, text: heard.append(text)) as world:
         world.publisher.faults.lose()
@@ -512,7 +511,7 @@ def test_a_batch_that_a_replay_brings_in_part_counts_as_recovered():
 
 
 @pytest.mark.parametrize("to_sink", [True, False])
-def test_an_event_that_cannot_be_read_fails_the_verdict_though_none_follows_it(to_sink):
+def test_an_unreadable_last_event_fails_the_verdict(to_sink):
     with KvPublisher("vllm-0.33") as publisher:
         harness = RouterHarness(EngineProfile(block_size=4), backend=None)
         sink = harness.make_sink() if to_sink else harness.apply
@@ -524,7 +523,7 @@ def test_an_event_that_cannot_be_read_fails_the_verdict_though_none_follows_it(t
         ) == ("event_id_gap", f"event 1 of batch 0 could not be read: {EXPECTED_TAG} 'Pinned'")
 
 
-def test_what_follows_an_event_that_cannot_be_read_is_listed_under_it():
+def test_consequences_of_an_unreadable_event_are_listed_under_it():
     with KvPublisher("vllm-0.33") as publisher:
         harness = RouterHarness(EngineProfile(block_size=4), backend=None)
         fed(harness, harness.make_sink(), publisher, lambda: publish_some_unreadable(publisher, 4, {1: "Pinned"}), 1)
@@ -533,7 +532,7 @@ def test_what_follows_an_event_that_cannot_be_read_is_listed_under_it():
 
 
 @pytest.mark.parametrize("replay", [True, False])
-def test_a_batch_that_only_other_dialects_read_is_lost_and_they_are_named(replay):
+def test_a_batch_in_another_dialect_is_lost_and_the_matching_dialects_are_named(replay):
     with KvPublisher("vllm-0.33") as publisher, RouterHarness(backend=None, allow=["event_id_gap"]) as harness:
         endpoint = publisher.replay_endpoint if replay else None
         with KvSubscriber(publisher.endpoint, harness.make_sink(), dialect="vllm-0.23", replay=endpoint) as subscriber:
@@ -547,7 +546,7 @@ def test_a_batch_that_only_other_dialects_read_is_lost_and_they_are_named(replay
         assert (subscriber.batches, subscriber.unreadable) == (0, 2)
 
 
-def test_of_what_no_dialect_reads_none_is_named():
+def test_no_dialect_is_suggested_for_a_batch_that_none_can_read():
     with World(replay=False) as world:
         publish_some_unreadable(world.publisher, 1, {0: "Pinned"})
         world.receive(1)
@@ -555,7 +554,7 @@ def test_of_what_no_dialect_reads_none_is_named():
 
 
 @pytest.mark.parametrize("dialect", SPOKEN)
-def test_an_extra_field_is_named_and_the_event_is_kept(dialect):
+def test_an_extra_field_is_reported_and_the_event_is_kept(dialect):
     with World(replay=False, dialect=dialect) as world:
         world.publisher.faults.extra_field(2)
         world.publish(1)
@@ -565,7 +564,7 @@ def test_an_extra_field_is_named_and_the_event_is_kept(dialect):
         assert [event.event.event_id for event in world.events] == [0, 1]
 
 
-def test_an_extra_field_of_a_salted_event_stands_next_to_the_salt():
+def test_an_injected_extra_field_does_not_replace_the_salt_of_an_event():
     with World(replay=False, dialect="sglang-0.5.18") as world:
         world.publisher.faults.extra_field()
         world.publisher.publish(stored(BIG), token_ids=tokens_of(0), extra={"cache_salt": "s"})
@@ -576,7 +575,7 @@ def test_an_extra_field_of_a_salted_event_stands_next_to_the_salt():
 # ------------------------------------------------------------------------------------------------ a harness
 
 
-def test_a_harness_is_fed_by_a_real_publisher_and_judges_it():
+def test_a_harness_checks_the_events_of_a_real_publisher():
     with RouterHarness(backend="vllm") as engines, KvPublisher("vllm-0.33") as publisher:
         engines.add_sink(publisher)
         with RouterHarness(backend=None) as judge:
@@ -599,7 +598,7 @@ def fed(harness, sink, publisher, publish, batches):
 
 
 @pytest.mark.parametrize("to_sink", [True, False])
-def test_lost_batches_are_a_gap_of_the_ledger(to_sink):
+def test_lost_batches_are_reported_as_a_gap_of_event_ids(to_sink):
     with KvPublisher("vllm-0.33") as publisher:
         harness = RouterHarness(EngineProfile(block_size=4), backend=None)
         sink = harness.make_sink() if to_sink else harness.apply
@@ -618,14 +617,14 @@ def test_lost_batches_are_a_gap_of_the_ledger(to_sink):
         ) == ("event_id_gap", "batches 4 to 6 did not arrive", "batch 4")
         worker = sink.worker_id if to_sink else 3
         assert (worker, 0) == (error.worker_id, error.dp_rank)
-        # The parent of what came next was in a lost batch: that follows from the gap.
+        # The parent of the next block was in a lost batch; the gap explains this.
         assert [problem.rule for problem in error.consequences()] == ["parent_block_not_found"]
         with pytest.raises(EventRulesBroken, match="batches 4 to 6 did not arrive"):
             harness.assert_no_event_errors()
 
 
 @pytest.mark.parametrize("method", [True, False])
-def test_a_harness_is_not_fed_what_it_publishes_itself(method):
+def test_a_subscriber_cannot_feed_a_harness_with_its_own_events(method):
     with KvPublisher("vllm-0.33", ranks=2) as publisher, RouterHarness(backend="vllm") as harness:
         harness.add_sink(publisher, worker_id=0)
         with pytest.raises(ValueError) as caught:
@@ -644,7 +643,7 @@ def test_a_harness_is_not_fed_what_it_publishes_itself(method):
 
 
 @pytest.mark.parametrize("method", [True, False])
-def test_a_sink_is_not_fed_by_a_publisher_of_all_workers(method):
+def test_a_subscriber_cannot_feed_a_sink_from_a_publisher_of_all_workers(method):
     with KvPublisher("vllm-0.33") as publisher, RouterHarness(backend="vllm") as harness:
         harness.add_sink(publisher)
         sink = harness.make_sink()
@@ -653,7 +652,7 @@ def test_a_sink_is_not_fed_by_a_publisher_of_all_workers(method):
                 KvSubscriber(publisher.endpoint, given, dialect="vllm-0.33", worker_id=7)
 
 
-def test_a_block_size_that_is_not_the_indexes_is_named():
+def test_a_block_size_different_from_that_of_the_index_is_reported():
     with KvPublisher("vllm-0.33") as publisher:
         harness = RouterHarness(EngineProfile(block_size=16), backend=None)
         fed(harness, harness.make_sink(), publisher, lambda: publish_chain(publisher, 1), 1)
@@ -661,7 +660,7 @@ def test_a_block_size_that_is_not_the_indexes_is_named():
         assert (error.rule, error.expected) == ("sparse_tokens", "each block has its 16 tokens")
 
 
-def test_a_loss_can_be_reported_to_anyone():
+def test_on_loss_is_called_with_each_loss():
     losses = []
     with World(replay=False, on_loss=lambda *loss: losses.append(loss)) as world:
         world.publisher.faults.lose()
@@ -673,10 +672,10 @@ def test_a_loss_can_be_reported_to_anyone():
 # ------------------------------------------------------------------------------------------------ waiting
 
 
-def test_an_async_test_receives_without_stopping_its_loop():
+def test_an_async_test_can_receive_without_blocking_its_loop():
     async def receive(world):
         waiting = asyncio.create_task(world.subscriber.areceive(4))
-        await tasks_wait()  # the loop goes on
+        await tasks_wait()  # the loop continues
         world.publisher.faults.lose()
         world.publish(4)
         await waiting
@@ -695,7 +694,7 @@ def test_an_async_test_receives_without_stopping_its_loop():
 
 
 class Engine:
-    """A publisher whose replays are answered by tasks of the test's own loop: who blocks the loop gets no answer."""
+    """A publisher whose replays are answered by tasks of the test's own loop: a blocked loop gets no answer."""
 
     def __init__(self, context):
         with KvPublisher("vllm-0.33", replay=False) as publisher:
@@ -718,7 +717,7 @@ class Engine:
             self.reached.set()
 
     async def applied(self, events):
-        """Wait until so many events have arrived; there were fewer before."""
+        """Wait until `count` events have arrived; there were fewer before."""
         assert len(self.events) < events
         self.wanted = events
         await self.reached.wait()
@@ -727,7 +726,7 @@ class Engine:
         self.pub.send_multipart([b"", number.to_bytes(8, "big"), self.payloads[number]])
 
     async def asks(self):
-        """Wait for a replay to be asked for."""
+        """Wait for a request of a replay."""
         while not self.router.poll(0):
             await readable(1, self.router)
         identity, _, start = self.router.recv_multipart()
@@ -755,7 +754,7 @@ def engine():
         made.router.close(linger=0)
 
 
-def test_the_loop_continues_while_a_replay_is_awaited(engine):
+def test_the_asyncio_loop_continues_while_a_replay_is_awaited(engine):
     async def test():
         waiting = asyncio.create_task(engine.subscriber.areceive(4))
         engine.publish(3)
@@ -783,7 +782,7 @@ def test_a_catch_up_can_be_awaited(engine):
     assert engine.blocks == [0, 1]
 
 
-def test_while_a_replay_is_awaited_no_other_task_takes_batches(engine):
+def test_no_other_task_can_receive_while_a_replay_is_awaited(engine):
     async def test():
         first = asyncio.create_task(engine.subscriber.areceive(2))
         engine.publish(1)
@@ -801,7 +800,7 @@ def test_while_a_replay_is_awaited_no_other_task_takes_batches(engine):
     assert engine.asked == [0]
 
 
-def test_a_task_that_is_cancelled_in_a_replay_leaves_the_rest_to_the_next(engine):
+def test_a_task_cancelled_during_a_replay_leaves_the_remaining_batches_to_the_next(engine):
     async def test():
         waiting = asyncio.create_task(engine.subscriber.areceive(3))
         engine.publish(2)
@@ -820,7 +819,7 @@ def test_a_task_that_is_cancelled_in_a_replay_leaves_the_rest_to_the_next(engine
     assert engine.asked == [0, 1]
 
 
-def test_a_subscriber_that_is_closed_in_a_replay_ends_the_wait(engine):
+def test_closing_a_subscriber_during_a_replay_ends_the_wait(engine):
     async def test():
         waiting = asyncio.create_task(engine.subscriber.areceive(2))
         engine.publish(1)
@@ -832,7 +831,7 @@ def test_a_subscriber_that_is_closed_in_a_replay_ends_the_wait(engine):
     asyncio.run(test())
 
 
-def test_an_unanswered_replay_is_given_up_in_the_loop_too():
+def test_an_incomplete_replay_is_given_up_after_the_timeout_in_async_receive():
     async def receive(world):
         world.publisher.faults.lose(2)
         world.publisher.faults.truncate_replay(1, end_marker=False)
@@ -845,7 +844,7 @@ def test_an_unanswered_replay_is_given_up_in_the_loop_too():
         assert world.blocks == [0, 2]
 
 
-def test_what_did_not_arrive_in_time_is_explained():
+def test_a_receive_timeout_explains_the_missing_batches():
     with World(replay=False) as world:
         world.publisher.faults.lose()
         world.publish(2)
@@ -858,7 +857,7 @@ def test_what_did_not_arrive_in_time_is_explained():
         ]
 
 
-def test_a_sink_that_cannot_be_called_and_a_replay_of_too_few_ranks_are_refused():
+def test_invalid_sinks_replay_endpoints_and_dialects_are_refused():
     with pytest.raises(TypeError, match="sink is called with each event; got 5, which cannot be called"):
         KvSubscriber("tcp://127.0.0.1:1", 5, dialect="vllm-0.33")
     with pytest.raises(EndpointError, match="2 endpoints for 1 ranks"):
@@ -879,7 +878,7 @@ WRONG_ENDPOINTS = {
 
 
 @pytest.mark.parametrize("endpoint", WRONG_ENDPOINTS)
-def test_endpoints_that_cannot_be_connected_to_are_refused(endpoint):
+def test_unusable_endpoints_are_refused(endpoint):
     with pytest.raises(EndpointError) as caught:
         KvSubscriber(endpoint, print, dialect="vllm-0.33")
     assert WRONG_ENDPOINTS[endpoint] == str(caught.value)
@@ -893,12 +892,12 @@ def test_endpoints_that_cannot_be_connected_to_are_refused(endpoint):
         ({"on_loss": 5}, "on_loss is called with each loss; got 5, which cannot be called"),
     ],
 )
-def test_options_of_another_type_leave_no_socket_open(option, message):
+def test_subscriber_options_of_the_wrong_type_leave_no_socket_open(option, message):
     context = zmq.Context()
     with pytest.raises(TypeError) as caught:
         KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", context=context, **option)
     assert str(caught.value) == message
-    context.term()  # it would wait for a socket that is open
+    context.term()  # it would wait for an open socket
 
 
 @pytest.mark.parametrize("timeout", [-1, float("nan"), float("inf"), "x", None, True])
@@ -909,7 +908,7 @@ def test_an_invalid_timeout_is_refused(timeout):
                 call(timeout)
 
 
-def test_a_timeout_may_be_longer_than_zmq_can_count():
+def test_a_timeout_can_be_longer_than_zmq_supports():
     with KvPublisher("vllm-0.33") as publisher:
         with KvSubscriber(
             publisher.endpoint, print, dialect="vllm-0.33", replay=publisher.replay_endpoint, replay_timeout=1e300
@@ -922,7 +921,7 @@ def test_a_timeout_may_be_longer_than_zmq_can_count():
             pass
 
 
-def test_a_closed_subscriber_refuses_everything_but_to_be_closed():
+def test_a_closed_subscriber_refuses_every_call_except_close():
     subscriber = KvSubscriber("tcp://127.0.0.1:9", print, dialect="vllm-0.33", replay="tcp://127.0.0.1:9")
     subscriber.close()
     subscriber.close()

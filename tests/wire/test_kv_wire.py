@@ -1,4 +1,4 @@
-"""Batches of bytes without a socket: what an engine writes a step, and what it cannot write."""
+"""Batches of bytes without a socket: what an engine writes per step, and what it cannot write."""
 
 import pytest
 
@@ -9,7 +9,7 @@ SPOKEN = [name for name, dialect in DIALECTS.items() if dialect.in_matrix]
 
 
 @pytest.mark.parametrize("dialect", SPOKEN)
-def test_the_bytes_of_an_engine_decode_to_its_events(dialect):
+def test_the_bytes_of_an_engine_are_decoded_to_its_events(dialect):
     wire = KvWire(dialect)
     with RouterHarness(backend=DIALECTS[dialect].backend) as harness:
         published = CapturingSink()
@@ -25,13 +25,13 @@ def test_the_bytes_of_an_engine_decode_to_its_events(dialect):
     assert wire.payloads == []
 
 
-def test_small_block_ids_are_written_as_they_are():
+def test_small_block_ids_are_written_unchanged():
     wire = KvWire("vllm-0.33")
     wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]])
     assert wire.decode(wire.payloads[0]).events[0].event.data.block_hashes == (1,)
 
 
-def test_the_fields_of_a_dialect_travel_with_the_event():
+def test_extra_fields_of_a_dialect_are_carried_with_the_event():
     wire = KvWire("vllm-0.33")
     wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]], extra={"lora_name": "sql", "group_idx": 2})
     wire.publish(
@@ -44,7 +44,7 @@ def test_the_fields_of_a_dialect_travel_with_the_event():
 
 
 @pytest.mark.parametrize("tier", ["host", "g2", "host_pinned"])
-def test_a_tier_may_be_given_by_any_of_its_names(tier):
+def test_a_tier_can_be_given_by_any_of_its_names(tier):
     wire = KvWire("vllm-0.33")
     wire.publish(Stored(None, (1,), (7,)), tier, token_ids=[[1, 2]])
     wire.publish(Removed((1,)), tier)
@@ -54,7 +54,7 @@ def test_a_tier_may_be_given_by_any_of_its_names(tier):
     assert tiers == [StorageTier.HOST_PINNED] * 2
 
 
-def test_each_rank_has_its_own_batches():
+def test_each_rank_has_its_own_batches_in_a_step():
     wire = KvWire("vllm-0.33", ranks=2, timestamp=lambda: 1_700_000_000.5)
     with wire.step():
         wire.publish(KvCacheEvent(0, Cleared(), 1))
@@ -66,7 +66,7 @@ def test_each_rank_has_its_own_batches():
         wire.publish(KvCacheEvent(0, Cleared(), 2))
 
 
-def test_whole_digests_need_a_manager_that_has_them():
+def test_a_dialect_of_whole_digests_needs_the_digests_of_a_manager():
     with RouterHarness(backend="vllm") as harness:
         wire = KvWire("vllm-0.33-bytes", digests={0: StreamDigests.of_manager(harness.worker(0).manager)})
         harness.add_sink(wire)
@@ -77,7 +77,7 @@ def test_whole_digests_need_a_manager_that_has_them():
         KvWire("vllm-0.33-bytes").publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]])
 
 
-def test_a_step_that_fails_publishes_what_came_before():
+def test_a_step_that_raises_publishes_the_events_before_the_error():
     wire = KvWire("vllm-0.33")
 
     def fail():
@@ -90,7 +90,7 @@ def test_a_step_that_fails_publishes_what_came_before():
     assert len(wire.payloads) == 1
 
 
-def test_of_a_step_that_cannot_be_written_at_one_rank_the_others_are_published_and_nothing_waits():
+def test_a_step_with_an_unwritable_rank_publishes_the_batches_of_the_other_ranks():
     wire = KvWire("vllm-0.33", ranks=3)
 
     def step():
@@ -126,7 +126,7 @@ def test_an_event_that_cannot_be_written_is_a_sink_failure_of_the_harness():
         ({"digests": {0: 5}}, "digests must map ranks to StreamDigests, got 5 for 0"),
     ],
 )
-def test_options_of_another_type_are_refused(option, message):
+def test_wire_options_of_the_wrong_type_are_refused(option, message):
     with pytest.raises(TypeError) as caught:
         KvWire("vllm-0.33", **option)
     assert str(caught.value) == message
@@ -152,7 +152,7 @@ EVENT = RouterEvent(0, KvCacheEvent(0, Stored(None, (1,), (7,))), token_ids=[[1,
         ({"storage_tier": StorageTier.DISK, "token_ids": [], "extra": {}}, "storage_tier and token_ids and extra"),
     ],
 )
-def test_extra_fields_that_a_router_event_has_itself_are_refused(options, names):
+def test_arguments_that_duplicate_fields_of_a_router_event_are_refused(options, names):
     wire = KvWire("vllm-0.33")
     with pytest.raises(
         ValueError, match=f"^{names} given with a RouterEvent, which has its own: publish the event alone, or"
@@ -174,7 +174,7 @@ def test_extra_fields_that_a_router_event_has_itself_are_refused(options, names)
         ({"block_hashes": [2]}, EncodeError, "event 0 of the batch: extra['block_hashes']: the event itself says it"),
     ],
 )  # fmt: skip
-def test_an_extra_field_that_would_vanish_is_refused(extra, error, message):
+def test_an_extra_field_of_no_dialect_is_refused(extra, error, message):
     wire = KvWire("vllm-0.33")
     for _ in range(2):
         with pytest.raises(error) as caught:
@@ -195,7 +195,7 @@ def test_an_extra_field_that_would_vanish_is_refused(extra, error, message):
         ),
     ],
 )
-def test_what_an_event_cannot_carry_is_refused(data, beside, message):
+def test_arguments_that_an_event_cannot_carry_are_refused(data, beside, message):
     wire = KvWire("vllm-0.33")
     with pytest.raises(ValueError) as caught:
         wire.publish(data, **beside)
@@ -206,7 +206,7 @@ def test_what_an_event_cannot_carry_is_refused(data, beside, message):
 @pytest.mark.parametrize(
     "event", [KvCacheEvent(0, None), RouterEvent(0, KvCacheEvent(0, "stored")), RouterEvent(0, None)]
 )
-def test_an_event_of_nothing_is_refused_and_not_written_as_cleared(event):
+def test_an_event_without_valid_data_is_refused(event):
     wire = KvWire("vllm-0.33")
     with pytest.raises(EncodeError, match=r"^event 0 of the batch: its (data|event) must be"):
         wire.publish(event)
@@ -214,7 +214,7 @@ def test_an_event_of_nothing_is_refused_and_not_written_as_cleared(event):
 
 
 @pytest.mark.parametrize("name", ["cache_salt", "lora_path", "field_17", "kvmock_field"])
-def test_what_the_dialect_has_no_field_for_is_left_out(name):
+def test_an_extra_field_of_another_dialect_is_left_out(name):
     wire = KvWire("vllm-0.33")
     wire.publish(Stored(None, (1,), (7,)), token_ids=[[1, 2]], extra={name: "x"})
     assert wire.decode(wire.payloads[0]).extra == [None]
@@ -229,7 +229,7 @@ def test_an_invalid_rank_is_refused(rank):
 
 
 @pytest.mark.parametrize("timestamp", [float("nan"), "5", None])
-def test_a_timestamp_that_is_not_a_number_is_refused_and_no_batch_is_counted(timestamp):
+def test_an_invalid_timestamp_is_refused_and_no_batch_is_counted(timestamp):
     stamps = iter([timestamp, 2.0])
     wire = KvWire("vllm-0.33", timestamp=lambda: next(stamps))
     with pytest.raises(

@@ -1,4 +1,4 @@
-"""SGLang's load stream: what readers make of its messages, and what a server refuses of its ports."""
+"""SGLang's load stream: how readers decode its messages, and which ports a server refuses."""
 
 import msgspec
 import pytest
@@ -10,7 +10,7 @@ from pytest_kvmock.wire.codec.load_stream import load_frames, load_ports
 STAT = LoadStat(3, 2, 100, 1000, 1, 40, 150, 8, 500, 700)
 
 
-def test_a_message_is_read_as_it_was_written():
+def test_a_load_message_is_decoded_as_it_was_encoded():
     topic, number, payload = load_frames(7, STAT)
     assert (topic, int.from_bytes(number, "big")) == (b"load", 7)
     message = msgspec.msgpack.decode(payload)
@@ -57,12 +57,12 @@ def test_an_idle_rank_sends_a_reading_once_a_second():
         ("tcp://*:5558", "tcp://*:5557", "ports 5558 to 5559 overlap those of KV events, 5557 to 5558"),
     ],
 )
-def test_ports_with_which_a_server_does_not_start_are_refused(option, kv, text):
+def test_ports_with_which_the_server_would_not_start_are_refused(option, kv, text):
     with pytest.raises(ValueError, match=text):
         load_ports(option, kv_endpoint=kv, replay_endpoint=None, ranks=2)
 
 
-def test_an_adapter_that_is_loaded_again_has_another_number():
+def test_a_reloaded_adapter_gets_a_new_number():
     ids = LoraIds()
     assert (ids.load("a"), ids.load("b")) == (1, 2)
     ids.unload("a")

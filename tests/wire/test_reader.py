@@ -1,4 +1,4 @@
-"""The reader that says what is wrong with a payload reads all of msgpack that msgspec writes, to the byte."""
+"""The careful reader, which reports defects of payloads, reads all msgpack that msgspec writes, to the byte."""
 
 import struct
 
@@ -24,7 +24,7 @@ def short(value):
 
 
 @pytest.mark.parametrize("value", VALUES, ids=short)
-def test_a_value_is_read_to_its_last_byte_and_no_further(value):
+def test_a_value_is_read_exactly_to_its_last_byte(value):
     data = msgspec.msgpack.encode(value)
     reader = Reader(data + b"\xc1")
     assert value == reader.value()
@@ -32,7 +32,7 @@ def test_a_value_is_read_to_its_last_byte_and_no_further(value):
 
 
 @pytest.mark.parametrize("value", VALUES, ids=short)
-def test_a_value_is_skipped_to_its_last_byte_and_no_further(value):
+def test_a_value_is_skipped_exactly_to_its_last_byte(value):
     data = msgspec.msgpack.encode([value, 5])
     reader = Reader(data + data + b"\xc1")
     reader.skip()
@@ -41,31 +41,31 @@ def test_a_value_is_skipped_to_its_last_byte_and_no_further(value):
 
 
 @pytest.mark.parametrize("size", EDGES)
-def test_a_map_is_its_pairs_in_order(size):
+def test_a_map_is_read_as_its_pairs_in_order(size):
     reader = Reader(msgspec.msgpack.encode({number: str(number) for number in range(size)}))
     assert Pairs((number, str(number)) for number in range(size)) == reader.value()
     assert reader.rest == 0
 
 
-def test_a_map_keeps_equal_keys():
+def test_a_map_keeps_duplicate_keys():
     assert Pairs([(1, 2), (1, 3)]) == Reader(b"\x82\x01\x02\x01\x03").value()
 
 
 @pytest.mark.parametrize("size", EDGES)
-def test_a_map_is_skipped_whole(size):
+def test_a_map_is_skipped_entirely(size):
     reader = Reader(msgspec.msgpack.encode({number: [number] for number in range(size)}) + b"\x05")
     reader.skip()
     assert reader.value() == 5
 
 
-def test_a_number_of_four_bytes_may_be_a_float():
+def test_a_float_of_four_bytes_is_read():
     reader = Reader(b"\xca" + struct.pack(">f", 0.1))
     assert struct.unpack(">f", struct.pack(">f", 0.1))[0] == reader.value()
     assert reader.rest == 0
 
 
 @pytest.mark.parametrize(("code", "size"), EXTENSIONS)
-def test_an_extension_has_its_type_and_its_end(code, size):
+def test_an_extension_is_reported_with_its_type_and_skipped_entirely(code, size):
     data = msgspec.msgpack.encode([Ext(code, b"\xc1" * size), 5])
     extension, after = Reader(data).value()
     assert (WireDefect.WRONG_TYPE, f"an extension of type {code}", 5) == (extension.defect, extension.observed, after)
@@ -79,7 +79,7 @@ def test_an_extension_has_its_type_and_its_end(code, size):
     [300, 2**40, -2, 1.5, "abc", "x" * 40, b"abc", [1, [2, "x"], {}], {"a": [1, 2]}, Ext(3, b"ab"), Ext(3, b"abc")],
     ids=lambda value: f"{value.code} {value.data!r}" if isinstance(value, Ext) else repr(value),
 )
-def test_a_value_that_is_cut_off_anywhere_is_truncated(value):
+def test_a_value_cut_at_any_byte_is_reported_as_truncated(value):
     data = msgspec.msgpack.encode(value)
     for stop in range(len(data)):
         for read in (Reader(data[:stop]).value, Reader(data[:stop]).skip):
@@ -101,13 +101,13 @@ def test_missing_bytes_are_counted():
     assert observed(b"\x92\x01\xc1") == "byte 0xc1 at 2"
 
 
-def test_arrays_are_read_up_to_the_depth_that_is_allowed():
+def test_arrays_are_read_up_to_the_allowed_depth():
     value = msgspec.msgpack.decode(b"\x91" * (MOST_DEPTH - 1) + b"\x90")
     assert value == Reader(msgspec.msgpack.encode(value)).value()
 
 
 @pytest.mark.parametrize(("one", "observed"), [(b"\x91", "an array"), (b"\x81\x01", "a map")])
-def test_what_is_nested_too_deeply_is_named_and_what_follows_is_read(one, observed):
+def test_a_value_nested_too_deeply_is_reported_and_the_next_value_is_read(one, observed):
     inner = one * (MOST_DEPTH + 3) + b"\x07"
     found, after = Reader(b"\x92" + inner + b"\x05").value()
     while not isinstance(found, Unreadable):
@@ -117,12 +117,12 @@ def test_what_is_nested_too_deeply_is_named_and_what_follows_is_read(one, observ
     assert after == 5
 
 
-def test_the_bad_byte_of_a_text_is_named():
+def test_the_invalid_byte_of_a_string_is_named():
     (found, after) = Reader(b"\x92\xa3ab\xff\x05").value()
     assert (Unreadable(WireDefect.BAD_TEXT, "byte 0xff at 2 of a text of 3 bytes", "UTF-8"), 5) == (found, after)
 
 
-def test_the_length_of_a_value_that_is_not_an_array_is_not_read():
+def test_array_length_returns_none_for_other_values_and_does_not_advance():
     reader = Reader(b"\x05\x92\x01\x02")
     assert (reader.array_length(), reader.position) == (None, 0)
     reader.value()

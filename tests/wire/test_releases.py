@@ -1,11 +1,11 @@
-"""The dialects against the releases that they are of: batches that the releases' own code made, byte for byte.
+"""The dialects compared with their releases: batches made by the releases' own code, byte for byte.
 
 Recorded from vLLM 0.9.2, 0.10.2, 0.14.1 (0.14.0 writes the same), 0.19.1 (as 0.19.0), 0.23.0, 0.24.0, 0.28.0 and
 0.33.0: `BlockPool` of vllm/v1/core/block_pool.py caches and evicts blocks that vllm/v1/core/kv_cache_utils.py has
 hashed (sha256_cbor, PYTHONHASHSEED=0; in 0.9.2 Python's own hash), `take_events` of vllm/v1/core/kv_cache_manager.py
 annotates, and `ZmqEventPublisher.publish` of vllm/distributed/kv_events.py fills the rank in. And from SGLang 0.5.9
 (srt/mem_cache/radix_cache.py) and 0.5.18, 0.5.20, 0.5.22 and 0.5.23 (srt/mem_cache/events.py), with their
-srt/disaggregation/kv_events.py. Cases "by hand" are of the release's structs, with what other writers of it put there:
+srt/disaggregation/kv_events.py. Cases "by hand" are of the release's structs, with the values of their other writers:
 connectors, lower tiers.
 """
 
@@ -42,7 +42,7 @@ def parametrised(cases):
 
 
 def plain(value):
-    """As it was before it was written down: bytes are {"bytes": their digits} in JSON."""
+    """Return a recorded value with its bytes, which are {"bytes": their digits} in JSON."""
     if isinstance(value, dict) and [*value] == ["bytes"]:
         return bytes.fromhex(value["bytes"])
     return [plain(each) for each in value] if isinstance(value, list) else value
@@ -53,7 +53,7 @@ def name_of(digest):
 
 
 def fields_of(event):
-    """The fields of an event of ours, by their names on the wire, and what else it has in `extra`."""
+    """Return the fields of our event by their names on the wire, with those in `extra`."""
     data, extra = event.event.data, dict(event.extra or {})
     parent, hashes = extra.pop("digests", (getattr(data, "parent_hash", None), getattr(data, "block_hashes", ())))
     if isinstance(data, Cleared):
@@ -67,7 +67,7 @@ def fields_of(event):
 
 
 def event_of(tag, fields, dialect, event_id):
-    """The event of recorded fields; in `extra` is what is not None, and digests."""
+    """Return the event of recorded fields; `extra` has the values that are not None, and digests."""
     fields = {name: plain(value) for name, value in fields.items()}
     extra = {name: value for name, value in fields.items() if name not in PLACES and value is not None}
     tiers = {medium: tier for tier, medium in dialect.media.items()}
@@ -80,7 +80,7 @@ def event_of(tag, fields, dialect, event_id):
     if dialect.hashes == "bytes":
         extra["digests"] = parent, tuple(hashes)
     hashes = tuple(map(name_of, hashes))
-    for name in ("group_idx", "kv_cache_spec_kind", "extra_keys"):  # where they are None, no ordinary engine's
+    for name in ("group_idx", "kv_cache_spec_kind", "extra_keys"):  # no ordinary engine writes None for them
         if name in fields and fields[name] is None:
             extra[name] = None
     if tag == "BlockRemoved":
@@ -92,8 +92,8 @@ def event_of(tag, fields, dialect, event_id):
     return event
 
 
-def test_all_dialects_of_zmq_are_recorded():
-    read = {"trtllm-1.3-zmq"}  # as read: it did not run
+def test_every_zmq_dialect_has_recordings():
+    read = {"trtllm-1.3-zmq"}  # by reading its code: it did not run
     assert {name for name, dialect in DIALECTS.items() if dialect.is_msgpack} - read == {
         case["dialect"] for case in MADE
     }
@@ -101,7 +101,7 @@ def test_all_dialects_of_zmq_are_recorded():
 
 @pytest.mark.parametrize("rank", [0, 1])
 @parametrised([case for case in MADE if case["name"] != PAIRS])
-def test_a_batch_is_written_as_the_release_publishes_it(case, rank):
+def test_a_batch_is_encoded_to_the_recorded_bytes_of_its_release(case, rank):
     dialect = DIALECTS[case["dialect"]]
     events = [event_of(tag, fields, dialect, index) for index, (tag, fields) in enumerate(case["events"])]
     for event in events:
@@ -114,7 +114,7 @@ SGLANG = [case for case in MADE if case["dialect"].startswith("sglang") and case
 
 
 @parametrised([case for case in SGLANG if case["dialect"] != "sglang-0.5.23"])
-def test_sglang_makes_batches_without_a_rank(case):
+def test_an_unpublished_sglang_batch_has_no_rank(case):
     dialect = DIALECTS[case["dialect"]]
     events = [event_of(tag, fields, dialect, index) for index, (tag, fields) in enumerate(case["events"])]
 
@@ -125,8 +125,8 @@ ORDINARY = [case for case in MADE if case["name"] in ("plain", "cleared", "no ev
 
 
 @parametrised(ORDINARY)
-def test_an_ordinary_engine_says_what_the_table_has(case):
-    """Its events have nothing in `extra`, and are written from that alone."""
+def test_ordinary_engine_events_need_no_extra_data(case):
+    """Its events have no `extra`, and are written without it."""
     dialect = DIALECTS[case["dialect"]]
     decoded = decode(bytes.fromhex(case["published"]["0"]), dialect)
     own = {"digests"} if dialect.hashes == "bytes" else set()
@@ -136,7 +136,7 @@ def test_an_ordinary_engine_says_what_the_table_has(case):
 
 
 @parametrised([case for case in MADE if case["name"] != PAIRS])
-def test_what_the_release_published_is_read_as_what_it_had(case):
+def test_published_bytes_of_a_release_are_read_with_the_recorded_fields(case):
     dialect = DIALECTS[case["dialect"]]
     payload = bytes.fromhex(case["published"]["1"])
     decoded = decode(payload, dialect)
@@ -159,7 +159,7 @@ def test_what_the_release_published_is_read_as_what_it_had(case):
 
 
 @parametrised([case for case in MADE if case["name"] == PAIRS])
-def test_pages_of_bigrams_are_read_named_and_written_again(case):
+def test_pages_of_token_pairs_are_read_and_written_back(case):
     payload = bytes.fromhex(case["published"]["0"])
     decoded = decode(payload, case["dialect"])
 
@@ -184,14 +184,14 @@ VLLM = [
 
 
 @parametrised(VLLM)
-def test_the_engine_of_a_dialect_publishes_what_that_release_does(case):
-    """Names, parents, evictions and what events carry: a manager does what the pool of the release did."""
+def test_the_backend_of_a_dialect_publishes_the_recorded_bytes_of_its_release(case):
+    """Names, parents, evictions and event fields: a manager behaves like the pool of the release."""
     dialect, published = DIALECTS[case["dialect"]], []
 
     class Sink:
         def publish(self, event, storage_tier=StorageTier.DEVICE, token_ids=None, extra=None):
             if extra and "lora_id" in extra:
-                extra = {**extra, "lora_id": 7}  # the number that the recorded adapter was loaded under
+                extra = {**extra, "lora_id": 7}  # the number of the recorded adapter
             published.append(RouterEvent(0, event, storage_tier, token_ids, extra))
 
     paths = {"adapter": "/adapters/adapter"}
@@ -207,7 +207,7 @@ def test_the_engine_of_a_dialect_publishes_what_that_release_does(case):
     assert case["published"]["0"] == encode(Batch(events, 1700000000.5), dialect).hex()
 
 
-def test_names_of_0_9_are_signed():
+def test_block_hashes_of_vllm_0_9_are_signed():
     manager = create_manager(speaker_of(DIALECTS["vllm-0.9"]), num_blocks=8, block_size=4)
     names = manager.new_request(range(400)).tokens.names
 
@@ -215,8 +215,8 @@ def test_names_of_0_9_are_signed():
     assert min(names) < 0 < max(names) < 2**63
 
 
-def test_loras_cannot_be_served_with_events_before_the_release_that_names_them():
-    """`LoRARequest` has no attribute `id`, which the block pool asks for."""
+def test_vllm_0_9_and_0_10_refuse_lora_requests_with_events():
+    """`LoRARequest` has no attribute `id`, which the block pool reads."""
     refused = [(release, case["name"]) for release, case in CASES if "refused" in case]
 
     assert {*refused} == {
@@ -232,14 +232,14 @@ def hashes_of(case):
 
 
 def has_our_names(case):
-    """Before 0.5.23 the plain format names the pages of an adapter as those of none."""
+    """Before 0.5.23 the plain format names the pages of an adapter like those without an adapter."""
     return case["request"] and (
         case["dialect"] == "sglang-0.5.23" or "lora" not in case["name"] or "Dynamo" in case["name"]
     )
 
 
 @parametrised([case for case in SGLANG if has_our_names(case)])
-def test_sglang_names_pages_by_salt_and_adapter(case):
+def test_sglang_page_names_depend_on_salt_and_adapter(case):
     request = case["request"]
     hasher = SglangHasher(dynamo_kv_event_format=case["format"] == "dynamo")
     hasher = hasher.keyed(request.get("extra_key"), request.get("salt"), is_lora="lora" in request)

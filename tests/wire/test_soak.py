@@ -1,7 +1,7 @@
-"""Many rounds of sockets on a busy machine: publishers, subscribers, a gap, a replay, and everything closed. None may
-fail.
+"""Many rounds of sockets on a busy machine: publishers, subscribers, a gap, a replay, and everything closed. No round
+may fail.
 
-And the proof that this is no luck: a plain PUB that does not wait loses batches in the same place.
+A counter-test shows that this is not luck: a plain PUB that does not wait loses batches in the same place.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ BUSY = 3
 
 @contextlib.contextmanager
 def busy_machine():
-    """Beside the test, three programs that do nothing, as fast as they can."""
+    """Run three busy loops in other processes during the test."""
     programs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY)]
     try:
         yield
@@ -34,12 +34,12 @@ def busy_machine():
 
 
 def open_now():
-    """Descriptors and threads of this process."""
+    """Return the descriptors and threads of this process."""
     return len([*Path("/proc/self/fd").iterdir()]), threading.active_count()
 
 
 def round_of_sockets():
-    """Three publishers and three subscribers: a gap in each stream, a replay that brings it, an end."""
+    """Three publishers and three subscribers: a gap in each stream, a replay that fills it, an end."""
     blocks = [[], [], []]
     with contextlib.ExitStack() as stack:
         publishers = [stack.enter_context(KvPublisher("vllm-0.33", hwm=100)) for _ in blocks]
@@ -63,7 +63,7 @@ def round_of_sockets():
 
 @worth_its_time
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc to count descriptors")
-def test_rounds_on_a_busy_machine_do_not_fail_and_leave_nothing_open(pytestconfig):
+def test_socket_rounds_on_a_busy_machine_succeed_and_leave_nothing_open(pytestconfig):
     rounds = SOAK_ROUNDS if pytestconfig.getoption("--soak") else ROUNDS
     round_of_sockets()
     before = open_now()
@@ -73,7 +73,7 @@ def test_rounds_on_a_busy_machine_do_not_fail_and_leave_nothing_open(pytestconfi
     assert before == open_now()
 
 
-def test_a_plain_pub_that_does_not_wait_loses_what_comes_first():
+def test_a_plain_pub_socket_that_does_not_wait_loses_the_first_message():
     lost = 0
     for _ in range(20):
         context = zmq.Context()
@@ -88,7 +88,7 @@ def test_a_plain_pub_that_does_not_wait_loses_what_comes_first():
     assert lost > 0
 
 
-def test_a_publisher_that_waits_loses_none_there():
+def test_a_publisher_that_waits_for_its_subscriber_loses_no_message():
     for _ in range(20):
         with KvPublisher("vllm-0.33") as publisher, plain_sub(publisher.endpoint) as sub:
             publisher.wait_subscribed(timeout=60)
@@ -98,10 +98,10 @@ def test_a_publisher_that_waits_loses_none_there():
 
 @pytest.mark.parametrize("transport", ["tcp", "ipc", "inproc"])
 @pytest.mark.skipif(not Path("/proc/self/fd").is_dir(), reason="needs /proc to count descriptors")
-def test_close_leaves_no_descriptor_thread_socket_or_file_open(transport):
+def test_close_leaves_no_descriptor_thread_socket_or_file(transport):
     KvPublisher("vllm-0.33").close()
     before = open_now()
-    publisher = KvPublisher("vllm-0.33", endpoint=transport, ranks=1 if transport == "ipc" else 2)  # as engines
+    publisher = KvPublisher("vllm-0.33", endpoint=transport, ranks=1 if transport == "ipc" else 2)  # as engines have
     subscriber = KvSubscriber(
         publisher.endpoints,
         print,
@@ -112,7 +112,7 @@ def test_close_leaves_no_descriptor_thread_socket_or_file_open(transport):
     publisher.wait_subscribed()
     assert before < open_now()
     subscriber.catch_up()
-    if transport != "inproc":  # there the publisher's context is closed with all that uses it
+    if transport != "inproc":  # over inproc the publisher's context is closed with all its users
         subscriber.close()
     publisher.close()
     subscriber.close()
@@ -129,8 +129,8 @@ def test_a_port_is_free_again_when_close_returns():
         KvPublisher("vllm-0.33", endpoint=endpoint, replay=replay, ranks=2).close()
 
 
-def test_a_context_of_the_user_stays_open():
+def test_a_context_given_by_the_user_stays_open():
     context = zmq.Context()
     KvPublisher("vllm-0.33", context=context).close()
     assert not context.closed
-    context.term()  # it would wait for a socket that is open
+    context.term()  # it would wait for an open socket

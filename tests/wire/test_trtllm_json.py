@@ -1,4 +1,4 @@
-"""TensorRT-LLM's JSON form: the recordings in it and back, what a reader leaves out, and what has no form."""
+"""TensorRT-LLM's JSON form: round trips of the recordings, omitted fields, and values without a form."""
 
 import json
 
@@ -33,7 +33,7 @@ def read(*rows):
 
 
 def changed(row, path, value):
-    """A copy of a row with one value changed; a value of Ellipsis takes it away."""
+    """A copy of a row with one value changed; Ellipsis deletes the value."""
     row = json.loads(json.dumps(row))
     at = row
     for key in path[:-1]:
@@ -46,14 +46,14 @@ def changed(row, path, value):
 
 
 def plain(event):
-    """An event without what no wire has."""
+    """Return an event without the fields that no wire has."""
     extra = {name: value for name, value in event.extra.items() if name not in ("silently_gone", "tokens_per_block")}
     token_ids = None if event.token_ids is None else [tuple(tokens) for tokens in event.token_ids]
     return event, token_ids, extra
 
 
 @pytest.mark.parametrize("kind", ["programs", "v1"])
-def test_what_was_recorded_is_written_and_read_again(recording, kind):
+def test_recorded_events_are_written_and_read_back(recording, kind):
     for program in recording("trtllm_v1.json.gz")[kind]:
         playing = PLAYER.Player(program["config"])
         for call, *arguments, _ in program["log"]:
@@ -76,13 +76,13 @@ def test_an_event_is_read_with_its_id_rank_and_window():
     assert (updated.event_id, updated.dp_rank) == (2, 3)
 
 
-def test_windows_are_groups_by_their_length():
+def test_windows_are_numbered_as_groups_by_length():
     rows = [changed(STORED, ["window_size"], window) for window in (64, 16, 32)]
     groups = [(event.extra.get("group_idx", 0), event.extra.get("kv_cache_spec_kind")) for event in read(*rows).events]
     assert groups == [(2, None), (0, "sliding_window"), (1, "sliding_window")]
 
 
-def test_what_later_serializers_add_is_read():
+def test_fields_added_by_later_serializers_are_read():
     row = changed(STORED, ["data", "blocks", 0], {**BLOCK, "mm_keys": [], "cache_salt": "tenant"})
     assert read({**row, "hash_algo": "v1_block_key", "layer_group_id": 0}).events[0].extra["cache_salt"] == "tenant"
 
@@ -103,7 +103,7 @@ def test_what_later_serializers_add_is_read():
         (["data", "blocks", 0, "cache_level"], None, WireDefect.WRONG_TYPE),
     ],
 )
-def test_an_event_with_a_flaw_is_left_out_and_the_others_are_kept(path, value, defect):
+def test_an_invalid_event_is_dropped_and_the_others_are_kept(path, value, defect):
     decoded = read(changed(STORED, path, value), UPDATED)
     assert [(defect, 0)] == [(problem.name, problem.event) for problem in decoded.problems]
     assert [event.event_id for event in decoded.events] == [2]
@@ -133,12 +133,12 @@ def test_a_value_that_is_not_a_list_of_events_is_reported(payload, defect):
         (Stored(None, (1,), (1,)), StorageTier.DEVICE, "a block of TensorRT-LLM's Stored has its tokens"),
     ],
 )
-def test_what_it_has_no_form_for_is_refused(data, tier, why):
+def test_events_without_a_trtllm_form_are_refused(data, tier, why):
     with pytest.raises(EncodeError, match=f"^event 0 of the batch: {why}"):
         encode(Batch([RouterEvent(0, KvCacheEvent(0, data), tier)]), "trtllm-1.2")
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.33", "sglang-0.5.22", "dynamo-router-event"])
-def test_no_other_dialect_has_an_updated(dialect):
+def test_other_dialects_refuse_an_updated(dialect):
     with pytest.raises(EncodeError, match="has no Updated"):
         encode(Batch([RouterEvent(0, KvCacheEvent(0, Updated(1, (0, 1))))]), dialect)

@@ -1,4 +1,4 @@
-"""TensorRT-LLM's JSON of V2: what is written is read back, and digests that are none are found."""
+"""TensorRT-LLM's JSON of V2: written events are read back, and invalid digests are found."""
 
 import json
 
@@ -14,7 +14,7 @@ ALGOS = ("v1_block_key", "v2_sha256", "v2_sha256_64")
 
 
 def events_of(algo):
-    """Events of every kind, of two layer groups."""
+    """Return events of every kind in two layer groups."""
     sink = CapturingSink()
     manager = V2Manager(
         num_blocks=[6, 6],
@@ -38,7 +38,7 @@ def events_of(algo):
 
 
 @pytest.mark.parametrize("algo", ALGOS)
-def test_what_is_written_is_read_back(algo):
+def test_v2_events_are_written_and_read_back(algo):
     events, problems = events_of(algo), []
     assert {type(event.event.data).__name__ for event in events} == {"Cleared", "Stored", "Removed", "Updated"}
     found, count = read_events(write_events(events), 0, problems)
@@ -50,7 +50,7 @@ def test_what_is_written_is_read_back(algo):
         assert event_row(event) == event_row(read)
 
 
-def test_each_stored_block_has_its_images_and_its_salt_last_and_a_reader_needs_neither():
+def test_multimodal_keys_and_salt_of_a_stored_block_are_optional_for_a_reader():
     sink = CapturingSink()
     manager = V2Manager(num_blocks=4, block_size=4, sink=sink)
     for prompt in (Prompt(range(4)), Prompt(range(4), cache_salt="tenant")):
@@ -75,7 +75,7 @@ def test_each_stored_block_has_its_images_and_its_salt_last_and_a_reader_needs_n
 
 @pytest.mark.parametrize("kind", ["stored", "removed", "updated"])
 @pytest.mark.parametrize("wrong", [5, "e4", "z" * 64, None])
-def test_a_hash_that_is_not_a_digest_is_found(kind, wrong):
+def test_a_hash_that_is_not_a_digest_is_reported(kind, wrong):
     rows = json.loads(write_events(events_of("v2_sha256")))
     data = next(row["data"] for row in rows if row["data"]["type"] == kind)
     (data if kind == "updated" else data["blocks"][0] if kind == "stored" else data)[
@@ -96,7 +96,7 @@ def test_a_hash_that_is_not_a_digest_is_found(kind, wrong):
         ("layer_group_id", -1, "an integer from 0 to 4294967295"),
     ],
 )
-def test_a_field_of_v2_that_is_wrong_is_found(field, wrong, expected):
+def test_an_invalid_v2_field_is_reported(field, wrong, expected):
     rows = json.loads(write_events(events_of("v1_block_key")[:1]))
     rows[0][field] = wrong
     problems = []

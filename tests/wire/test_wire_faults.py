@@ -1,4 +1,4 @@
-"""Faults of the wire, batch by batch: what is sent, what a replay has, and what is noted as injected."""
+"""Faults of the wire, batch by batch: the sent batches, the batches of a replay, and the recorded injections."""
 
 import msgspec
 import pytest
@@ -17,7 +17,7 @@ def check_rank(rank):
 
 
 class Publisher:
-    """What is left of one: it numbers batches, and takes what the faults make of them."""
+    """A minimal publisher: it numbers batches, and records the results of the faults."""
 
     def __init__(self, dialect="vllm-0.33"):
         self.faults = WireFaults(DIALECTS[dialect], self.restart, check_rank)
@@ -35,7 +35,7 @@ class Publisher:
         return self.faults.strike(rank, batch)
 
     def numbers_of(self, count, rank=0):
-        """Of so many batches: the numbers that are sent for each, and the number that is kept."""
+        """Return for each of `count` batches the sent numbers and the kept number."""
         found = []
         for _ in range(count):
             number, outcome = self.numbers[rank], self.publish(rank)
@@ -52,7 +52,7 @@ def publisher():
     return Publisher()
 
 
-# How a fault is asked for; what is sent and kept of the next batches; how many were injected.
+# The request of a fault; the sent and kept numbers of the next batches; the number of injections.
 FAULTS = {
     "lose": (lambda faults: faults.lose(), [([], 0), ([1], 1)], 1),
     "lose two": (lambda faults: faults.lose(2), [([], 0), ([], 1), ([2], 2)], 2),
@@ -87,7 +87,7 @@ def test_a_fault_changes_exactly_n_batches(publisher, fault):
     "name",
     ["lose", "double", "gap_beyond_buffer", "late_join", "corrupt", "unknown_tag", "unknown_medium", "extra_field"],
 )
-def test_a_number_of_batches_is_at_least_one(publisher, name):
+def test_the_number_of_batches_of_a_fault_must_be_at_least_one(publisher, name):
     for wrong in (0, -1, "two", True):
         with pytest.raises(ValueError, match=f"^batches must be an integer of at least 1, got {wrong!r}$"):
             getattr(publisher.faults, name)(wrong)
@@ -95,12 +95,12 @@ def test_a_number_of_batches_is_at_least_one(publisher, name):
 
 
 @pytest.mark.parametrize("name", ["queued", "lost"])
-def test_a_slow_subscriber_waits_for_one_at_least_and_loses_one(publisher, name):
+def test_slow_subscriber_requires_at_least_one_queued_and_one_lost_batch(publisher, name):
     with pytest.raises(ValueError, match=f"^{name} must be an integer of at least 1, got 0$"):
         publisher.faults.slow_subscriber(**{name: 0})
 
 
-def test_a_fault_of_a_rank_waits_for_it(publisher):
+def test_a_fault_of_a_rank_waits_for_a_batch_of_that_rank(publisher):
     publisher.faults.lose(dp_rank=1)
     publisher.faults.double()
     assert publisher.numbers_of(2, rank=0) == [([0, 0], 0), ([1], 1)]
@@ -109,7 +109,7 @@ def test_a_fault_of_a_rank_waits_for_it(publisher):
 
 
 @pytest.mark.parametrize("fault", ["reorder", "slow_subscriber"])
-def test_batches_that_change_places_are_of_the_rank_that_came_first(publisher, fault):
+def test_reordered_batches_belong_to_the_first_rank_that_publishes(publisher, fault):
     getattr(publisher.faults, fault)()
     publisher.publish(2)
     assert publisher.numbers_of(2, rank=0) == [([0], 0), ([1], 1)]
@@ -119,13 +119,13 @@ def test_batches_that_change_places_are_of_the_rank_that_came_first(publisher, f
 
 @pytest.mark.parametrize("rank", range(RANKS))
 @pytest.mark.parametrize("fault", ["lose", "reorder", "late_join", "corrupt", "truncate_replay"])
-def test_without_faults_left_no_batch_is_changed(publisher, rank, fault):
+def test_without_pending_faults_no_batch_is_changed(publisher, rank, fault):
     if fault == "truncate_replay":
         publisher.faults.truncate_replay()
     assert None is publisher.publish(rank)
 
 
-def test_remaining_faults_are_named_with_counts(publisher):
+def test_unused_faults_are_listed_with_their_counts(publisher):
     publisher.faults.lose(3)
     publisher.faults.double()
     publisher.faults.truncate_replay()
@@ -135,13 +135,13 @@ def test_remaining_faults_are_named_with_counts(publisher):
     assert repr(publisher.faults) == "<WireFaults: 1 injected, 3 not used yet>"
 
 
-def test_the_first_byte_of_a_corrupt_batch_is_none_of_msgpack_and_a_replay_has_the_right_one(publisher):
+def test_a_corrupt_batch_starts_with_an_invalid_msgpack_byte_and_is_intact_in_a_replay(publisher):
     publisher.faults.corrupt()
     outcome = publisher.publish(payload=b"\x93abc")
     assert ((Numbered(0, b"\xc1abc"),), Numbered(0, b"\x93abc"), False) == outcome
 
 
-def test_a_gap_beyond_the_buffer_drops_older_batches(publisher):
+def test_gap_beyond_buffer_drops_older_batches(publisher):
     publisher.faults.gap_beyond_buffer()
     assert publisher.publish().forgets_older
 
@@ -150,7 +150,7 @@ EVENT = {"array": ["BlockRemoved", [1]], "map": {"type": "BlockRemoved", "block_
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.19", "vllm-0.33"])
-def test_later_versions_are_imitated_in_what_is_sent_and_in_a_replay(dialect):
+def test_unknown_tag_and_extra_field_change_a_sent_batch_and_its_replay(dialect):
     form = DIALECTS[dialect].form
     publisher = Publisher(dialect)
     publisher.faults.unknown_tag()
@@ -180,7 +180,7 @@ LEFT = {
 
 @pytest.mark.parametrize("dialect", STORED)
 @each_parameter
-def test_what_is_stored_leaves_a_medium_that_no_engine_has(dialect):
+def test_unknown_medium_adds_a_removed_of_an_unknown_medium_before_and_after_a_stored(dialect):
     publisher = Publisher(dialect)
     publisher.faults.unknown_medium()
     ((sent,), kept, _) = publisher.publish(payload=msgspec.msgpack.encode([5.0, [STORED[dialect]], 0]))
@@ -188,12 +188,12 @@ def test_what_is_stored_leaves_a_medium_that_no_engine_has(dialect):
     assert (sent, msgspec.msgpack.decode(sent.payload)) == (kept, expected)
 
 
-def test_a_dialect_without_a_medium_has_no_unknown_medium():
+def test_unknown_medium_is_refused_for_a_dialect_without_a_medium():
     with pytest.raises(ValueError, match=r"^unknown_medium: events of vllm-0.9 have no medium$"):
         Publisher("vllm-0.9").faults.unknown_medium()
 
 
-def test_restarts_are_counted_by_rank_and_named_where_there_was_something(publisher):
+def test_restarts_are_counted_by_rank_and_default_to_the_rank_that_published(publisher):
     publisher.publish(1)
     publisher.faults.restart()
     assert [WireInjection("restart", 1, 0, 1)] == publisher.faults.injected
@@ -208,7 +208,7 @@ def test_restarts_are_counted_by_rank_and_named_where_there_was_something(publis
     )
 
 
-def test_a_fault_injected_after_a_restart_records_that(publisher):
+def test_a_fault_injected_after_a_restart_records_the_restart_count(publisher):
     publisher.publish()
     publisher.restart(None)
     publisher.faults.lose()
@@ -226,7 +226,7 @@ def test_a_fault_injected_after_a_restart_records_that(publisher):
         (9, False, ([4, 5], False), 6),
     ],
 )
-def test_a_replay_is_cut_where_it_was_asked_to_be(publisher, after, end_marker, expected, batch):
+def test_truncate_replay_cuts_a_replay_after_the_given_number_of_batches(publisher, after, end_marker, expected, batch):
     publisher.faults.truncate_replay(after, end_marker=end_marker)
     batches = [Numbered(4, b""), Numbered(5, b"")]
     sent, marker = publisher.faults.truncated(1, batches)
@@ -235,13 +235,13 @@ def test_a_replay_is_cut_where_it_was_asked_to_be(publisher, after, end_marker, 
     assert (batches, True) == publisher.faults.truncated(1, batches)
 
 
-def test_of_a_replay_without_batches_the_end_marker_alone_is_left_out(publisher):
+def test_truncate_replay_can_drop_only_the_end_marker_of_an_empty_replay(publisher):
     publisher.faults.truncate_replay(end_marker=False)
     assert publisher.faults.truncated(0, []) == ([], False)
     assert [WireInjection("truncate_replay", 0, 0)] == publisher.faults.injected
 
 
-def test_how_a_replay_is_cut_is_checked(publisher):
+def test_invalid_arguments_of_truncate_replay_are_refused(publisher):
     with pytest.raises(ValueError, match=r"^after must be an integer of at least 0, got -1$"):
         publisher.faults.truncate_replay(-1)
     with pytest.raises(ValueError, match=r"^end_marker must be True or False, got 'no'$"):
@@ -249,7 +249,7 @@ def test_how_a_replay_is_cut_is_checked(publisher):
     assert publisher.faults.unused == []
 
 
-def test_a_late_join_comes_before_all_batches(publisher):
+def test_late_join_is_refused_after_the_first_batch(publisher):
     publisher.publish()
     with pytest.raises(ValueError, match=r"^late_join must be requested before the first batch is published"):
         publisher.faults.late_join()

@@ -1,4 +1,4 @@
-"""Managers of the size of the original's own tests, and prompts for them."""
+"""Managers with the sizes of Dynamo's own tests, and prompts for them."""
 
 from pytest_kvmock.contrib.block_manager import (
     DeviceAllocator,
@@ -25,7 +25,7 @@ def host_layout(num_blocks=16):
 
 
 def make_manager(worker_id=1337, device=8, host=16, sink=None, **runtime):
-    """3 layers, pages of 4 tokens, inner dimension 16; None blocks: no such pool."""
+    """Make a manager with 3 layers, pages of 4 tokens and inner dimension 16; None blocks: no such pool."""
     config = KvBlockManagerConfig(
         runtime=KvManagerRuntimeConfig(worker_id=worker_id, **runtime),
         model=MODEL,
@@ -40,7 +40,7 @@ def make_pool(num_blocks=4, sink=None):
 
 
 def chain(blocks, start=0, parent=None):
-    """Token blocks of fresh tokens from `start` on."""
+    """Return token blocks of new tokens from `start` on."""
     return token_blocks(range(start, start + PAGE * blocks), PAGE, parent_sequence_hash=parent)
 
 
@@ -49,7 +49,7 @@ def hashes(contents):
 
 
 def fill(pool, contents):
-    """Allocate a block for each, and fill it."""
+    """Allocate and fill a block for each token block."""
     blocks = pool.allocate_blocks_blocking(len(contents))
     for block, content in zip(blocks, contents, strict=True):
         block.apply_token_block(content)
@@ -62,6 +62,6 @@ def register(pool, contents):
 
 
 def cache(pool, contents):
-    """Register, and return to the pool."""
+    """Register blocks, and return them to the pool."""
     register(pool, contents).close()
     pool.flush()

@@ -1,4 +1,4 @@
-"""What a pool with a sink publishes, and how it is judged."""
+"""The events of a pool with a sink, and their verdicts."""
 
 import logging
 
@@ -28,7 +28,7 @@ def data(sink):
     return [event.data for event in sink.take()]
 
 
-def test_a_registered_chain_is_one_stored_with_its_tokens():
+def test_a_registered_chain_is_published_as_one_stored_with_its_tokens():
     sink = CapturingSink(1337)
     pool = make_pool(4, sink)
     contents = chain(3)
@@ -39,7 +39,7 @@ def test_a_registered_chain_is_one_stored_with_its_tokens():
     assert block_hashes(range(12), 4) == list(event.event.data.tokens_hashes)
 
 
-def test_blocks_that_are_registered_already_publish_nothing():
+def test_blocks_that_are_already_registered_are_not_published_again():
     sink = CapturingSink()
     pool = make_pool(4, sink)
     contents = chain(2)
@@ -63,20 +63,20 @@ LATER = chain(1, 200, parent=7)
         ([*A], [[*A]]),
         ([*A, *B], [[*A], [*B]]),
         ([A[0], B[0], A[1], B[1], A[2]], [[*A], [*B]]),
-        ([A[2], A[1], A[0]], [[*A]]),  # parents first, in whichever order they are registered
+        ([A[2], A[1], A[0]], [[*A]]),  # parents first, whatever the order of registration
         ([A[0], FORK[0], A[1], FORK[1]], [[A[0], FORK[0]], [A[1]], [FORK[1]]]),
         ([*LATER, *B], [[*LATER], [*B]]),
         ([A[0], A[2]], [[A[0]], [A[2]]]),
         ([A[0], A[0], A[1]], [[A[0], A[1]]]),
     ],
 )
-def test_each_chain_is_one_stored(registered, chains):
+def test_each_registered_chain_is_published_as_one_stored(registered, chains):
     sink = CapturingSink()
     register(make_pool(8, sink), registered)
     assert [stored(each) for each in chains] == data(sink)
 
 
-def test_allocation_publishes_a_removed_for_each_reset_block():
+def test_an_allocation_publishes_a_removed_for_each_block_that_it_resets():
     sink = CapturingSink()
     pool = make_pool(3, sink)
     contents = chain(3)
@@ -95,7 +95,7 @@ def test_blocks_that_were_never_registered_are_never_removed():
     assert sink.events == []
 
 
-def test_tiers_count_their_events_together():
+def test_the_tiers_of_a_manager_share_one_event_counter():
     sink = CapturingSink()
     manager = make_manager(sink=sink)
     register(manager.device(), chain(1))
@@ -108,13 +108,13 @@ def test_tiers_count_their_events_together():
     ]
 
 
-def test_without_a_sink_nothing_is_published():
+def test_without_a_sink_no_event_is_published():
     manager = make_manager()
     register(manager.device(), chain(1))
     assert manager._publisher.next_event_id == 0
 
 
-def test_a_sink_that_fails_costs_its_id_and_its_error_leaves_the_call_when_that_is_complete(caplog):
+def test_a_sink_error_uses_up_the_event_id_and_is_raised_after_the_call(caplog):
     class Sink:
         def __init__(self):
             self.ids = []
@@ -143,7 +143,7 @@ class Refusing(CapturingSink):
         raise OSError(f"event {event.event_id}")
 
 
-def test_an_eviction_is_complete_when_the_error_of_its_sink_leaves_the_allocation():
+def test_an_eviction_is_complete_when_an_allocation_raises_the_sink_error():
     sink = Refusing()
     pool = make_pool(2)
     contents = chain(2)
@@ -152,10 +152,10 @@ def test_an_eviction_is_complete_when_the_error_of_its_sink_leaves_the_allocatio
     with pytest.raises(OSError, match=r"^event 0$"):
         pool.allocate_blocks_blocking(2)
     assert [Removed((each.sequence_hash,)) for each in contents] == data(sink)
-    assert pool.flush() == 2  # nobody got the blocks
+    assert pool.flush() == 2  # the caller did not get the blocks
 
 
-def test_all_copies_of_a_flush_are_made_when_the_error_of_their_sink_leaves_it():
+def test_all_copies_of_a_flush_are_made_before_it_raises_the_sink_error():
     sink = Refusing()
     manager = make_manager(device=4, host=2, sink=None)
     contents = chain(4)
@@ -168,12 +168,12 @@ def test_all_copies_of_a_flush_are_made_when_the_error_of_their_sink_leaves_it()
     manager._publisher.sink = sink
     with pytest.raises(OSError, match=r"^event 0$"):
         manager.flush()
-    kinds = ["Removed", "Stored", "Removed", "Stored"]  # each copy evicts one
+    kinds = ["Removed", "Stored", "Removed", "Stored"]  # each copy evicts a block
     assert kinds == [type(each).__name__ for each in data(sink)]
     assert hashes(contents[2:]) == manager.host().registered_hashes()
 
 
-def test_a_sink_that_raises_a_base_exception_loses_no_block():
+def test_a_sink_that_raises_a_base_exception_does_not_lose_blocks():
     class Stopped(BaseException):
         pass
 
@@ -193,7 +193,7 @@ def test_a_sink_that_raises_a_base_exception_loses_no_block():
     assert (pool.total_blocks, pool.available_blocks) == (2, 2)
 
 
-def test_a_router_that_hashes_for_itself_finds_the_blocks():
+def test_a_router_that_hashes_tokens_itself_finds_the_blocks():
     sink = CapturingSink(1337)
     pool = make_pool(4, sink)
     cache(pool, chain(3))
@@ -211,7 +211,7 @@ def traffic(manager):
     device = manager.device()
     long, other = chain(6), chain(4, 1000)
     cache(device, long)
-    cache(device, other)  # of 8 blocks; the first two of the long chain go
+    cache(device, other)  # of 8 blocks; evicts the first two of the long chain
     cache(device, long[:2])
     cache(manager.host(), long)
     with device.match_sequence_hashes_blocking(hashes(other)):
@@ -225,11 +225,11 @@ def kv():
 
 
 def make_sink(kv, device=8, host=16):
-    """A sink for these managers: parents may be evicted first."""
+    """Make a sink for these managers; parents may be evicted first."""
     return kv.make_sink(chained=True, prefix_closed=False, num_blocks=device, tier_blocks={"host": host})
 
 
-def test_the_stream_is_judged_clean_where_parents_may_go_first(kv):
+def test_the_event_stream_has_no_problem_if_parents_may_be_evicted_first(kv):
     sink = make_sink(kv)
     manager = make_manager(sink=sink)
     traffic(manager)
@@ -240,7 +240,7 @@ def test_the_stream_is_judged_clean_where_parents_may_go_first(kv):
     assert (list(kv.judge().errors), list(kv.judge().warnings)) == ([], [])
 
 
-def test_where_parents_must_not_go_first_the_judge_warns(kv):
+def test_evicting_parents_first_is_a_warning_if_prefixes_must_be_closed(kv):
     manager = make_manager(sink=kv.make_sink(chained=True))
     traffic(manager)
     assert {problem.rule for problem in kv.judge().warnings} == {"orphaned_child"}
@@ -255,7 +255,7 @@ def test_a_router_index_finds_the_blocks_of_both_tiers(kv):
     assert {sink.worker_id: 2} == kv.overlap(range(24), tier="host")
 
 
-def test_a_removal_that_is_published_twice_is_found(kv):
+def test_a_removed_that_is_published_twice_is_reported(kv):
     sink = make_sink(kv)
     pool = make_pool(1, sink)
     cache(pool, [TokenBlock([1, 2, 3, 4])])

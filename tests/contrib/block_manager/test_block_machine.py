@@ -1,6 +1,4 @@
-"""Any use of a manager: no block is lost or owned twice, payloads survive, counts add up, events name what is
-resident.
-"""
+"""Random use of a manager: no block is lost or owned twice, payloads survive, counts and events are correct."""
 
 import pytest
 from block_helpers import MODEL, PAGE, chain, device_layout, host_layout
@@ -30,7 +28,7 @@ def payload_of(sequence_hash):
 
 
 class Machine(RuleBasedStateMachine):
-    """A manager of 5 and 4 blocks, and everything that its users may do, in any order."""
+    """A manager with 5 and 4 blocks, and all operations of its users, in any order."""
 
     def __init__(self):
         super().__init__()
@@ -43,8 +41,8 @@ class Machine(RuleBasedStateMachine):
         self.resident = {pool.block_set.tier: set() for pool in self.pools.values()}
         self.next_id = self.queued = 0
 
-    # Positions are drawn, not handles: Hypothesis keeps what it draws, and a handle that is dropped gives its block
-    # back.
+    # Positions are drawn, not handles: Hypothesis keeps drawn values, but a handle must be dropped to return its
+    # block.
 
     def draw_from(self, data, handles):
         return handles[data.draw(st.integers(0, len(handles) - 1))] if handles else None
@@ -244,6 +242,6 @@ TestMachine.settings = settings(max_examples=examples(80), stateful_step_count=4
 
 
 @pytest.mark.parametrize("side", ["device", "host"])
-def test_the_machine_starts_with_all_blocks_free(side):
+def test_a_new_state_machine_has_all_blocks_free(side):
     machine = Machine()
     assert machine.pools[side].total_blocks == machine.pools[side].counts.free

@@ -1,5 +1,5 @@
-"""The fixtures `kv_block_manager`, `make_kv_block_manager` and `kv_fabric`: sizes, what is judged, and what they
-cost others.
+"""The fixtures `kv_block_manager`, `make_kv_block_manager` and `kv_fabric`: sizes, verdicts, and their cost
+for other tests.
 """
 
 import json
@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-import pytest_kvmock.contrib.block_manager.managers  # noqa: F401 - stays loaded, so that a class is the same one in every run
+import pytest_kvmock.contrib.block_manager.managers  # noqa: F401 - stays loaded, so that all runs have the same class
 
 CACHE = """
     from pytest_kvmock.contrib.block_manager import token_blocks
@@ -22,7 +22,7 @@ CACHE = """
 """
 
 
-def test_two_managers_of_one_fabric_in_three_lines(nested):
+def test_two_managers_of_one_fabric_can_exchange_blocks(nested):
     nested(
         """
         from pytest_kvmock.contrib.block_manager import TransferRequestPut
@@ -39,7 +39,7 @@ def test_two_managers_of_one_fabric_in_three_lines(nested):
     ).assert_outcomes(passed=1)
 
 
-def test_managers_have_the_sizes_of_the_profile_and_of_their_arguments(nested):
+def test_block_managers_take_their_sizes_from_the_profile_and_their_arguments(nested):
     nested(
         """
         from pytest_kvmock.contrib.block_manager import *
@@ -107,7 +107,7 @@ def test_managers_have_the_sizes_of_the_profile_and_of_their_arguments(nested):
         ),
     ],
 )
-def test_arguments_that_are_wrong_are_refused(nested, call, message):
+def test_invalid_arguments_of_a_block_manager_are_refused(nested, call, message):
     nested(
         f"""
         from pytest_kvmock.contrib.block_manager import CancellationToken
@@ -127,7 +127,7 @@ def test_arguments_that_are_wrong_are_refused(nested, call, message):
     ).assert_outcomes(passed=1)
 
 
-def test_a_sink_that_is_an_empty_list_is_a_sink(nested):
+def test_a_sink_that_is_an_empty_list_still_counts_as_a_sink(nested):
     nested(
         CACHE
         + """
@@ -143,7 +143,7 @@ def test_a_sink_that_is_an_empty_list_is_a_sink(nested):
     ).assert_outcomes(passed=1)
 
 
-def test_managers_are_closed_when_the_test_ends(nested):
+def test_block_managers_are_closed_when_the_test_ends(nested):
     nested(
         """
         made = []
@@ -159,7 +159,7 @@ def test_managers_are_closed_when_the_test_ends(nested):
     ).assert_outcomes(passed=2)
 
 
-def test_all_fixtures_of_a_test_share_one_fabric_outside_the_matrix(nested):
+def test_all_block_manager_fixtures_share_one_fabric_without_the_backend_matrix(nested):
     result = nested(
         """
         def test(kv_block_manager, make_kv_block_manager, kv_fabric, request):
@@ -176,7 +176,7 @@ def test_all_fixtures_of_a_test_share_one_fabric_outside_the_matrix(nested):
 # ------------------------------------------------------------------------------------------------------- judged
 
 
-def test_a_manager_publishes_where_the_test_has_what_judges(nested):
+def test_a_block_manager_publishes_to_the_harness_if_the_test_uses_one(nested):
     nested(
         CACHE
         + """
@@ -218,7 +218,7 @@ def test_a_manager_publishes_where_the_test_has_what_judges(nested):
     ).assert_outcomes(passed=5)
 
 
-def test_the_judged_worker_is_the_manager_s(nested):
+def test_events_of_a_block_manager_are_checked_under_its_worker_id(nested):
     nested(
         CACHE
         + """
@@ -249,7 +249,7 @@ def test_the_judged_worker_is_the_manager_s(nested):
     ).assert_outcomes(passed=3)
 
 
-def test_a_restarted_manager_begins_again_at_the_router(nested):
+def test_a_restarted_block_manager_starts_as_a_new_worker_for_the_router(nested):
     nested(
         CACHE
         + """
@@ -269,7 +269,7 @@ def test_a_restarted_manager_begins_again_at_the_router(nested):
     ).assert_outcomes(passed=2)
 
 
-def test_a_manager_cannot_restart_if_the_index_removes_no_worker(nested):
+def test_a_block_manager_cannot_restart_if_the_index_cannot_remove_workers(nested):
     nested(
         """
         class Index:
@@ -289,7 +289,7 @@ def test_a_manager_cannot_restart_if_the_index_removes_no_worker(nested):
     ).assert_outcomes(passed=1)
 
 
-def test_a_manager_that_is_refused_leaves_no_worker_behind(nested):
+def test_a_refused_block_manager_leaves_no_worker_behind(nested):
     nested(
         """
         import pytest
@@ -304,7 +304,7 @@ def test_a_manager_that_is_refused_leaves_no_worker_behind(nested):
     ).assert_outcomes(passed=1)
 
 
-def test_a_manager_may_evict_parents_first(nested):
+def test_a_block_manager_may_evict_parents_before_children(nested):
     nested(
         CACHE
         + """
@@ -321,7 +321,7 @@ def test_a_manager_may_evict_parents_first(nested):
 
 @pytest.mark.parametrize("salt", [1337, 1338])
 @pytest.mark.parametrize("tokens", [4, 12])
-def test_a_salt_by_which_no_router_finds_the_blocks_is_found(nested, salt, tokens):
+def test_blocks_with_a_salt_unknown_to_routers_are_a_wrong_hash(nested, salt, tokens):
     result = nested(
         CACHE.replace("4)):", f"4, {salt})):")
         + f"""
@@ -341,7 +341,9 @@ def test_a_salt_by_which_no_router_finds_the_blocks_is_found(nested, salt, token
     ("device_blocks", "host_blocks", "pool", "blocks"),
     [(2, 3, "host", 3), (3, 2, "device", 3), (None, 3, "host", 3)],
 )
-def test_a_pool_that_publishes_more_blocks_than_it_has_is_found(nested, device_blocks, host_blocks, pool, blocks):
+def test_a_pool_that_publishes_more_blocks_than_its_capacity_is_reported(
+    nested, device_blocks, host_blocks, pool, blocks
+):
     result = nested(
         CACHE
         + f"""
@@ -370,7 +372,7 @@ def test_a_pool_that_publishes_more_blocks_than_it_has_is_found(nested, device_b
         ("pool._publisher.publish(Removed((pool.registered_hashes()[0],)), None, pool.block_set.tier)", "engine_drift"),
     ],
 )
-def test_a_manager_with_a_fault_fails_the_test(nested, fault, rule):
+def test_a_faulty_block_manager_fails_the_test(nested, fault, rule):
     result = nested(
         CACHE
         + f"""
@@ -388,7 +390,7 @@ def test_a_manager_with_a_fault_fails_the_test(nested, fault, rule):
 # --------------------------------------------------------------------------------------------------------- cost
 
 
-def test_tests_without_block_managers_do_not_load_them(pytester, monkeypatch):
+def test_tests_without_block_managers_do_not_import_their_modules(pytester, monkeypatch):
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
     pytester.makepyfile("def test(kv_harness, kv_sink, make_kv_sink): pass")
     code = """

@@ -1,5 +1,5 @@
-"""The pool and its blocks beside those of dynamo-llm 0.2.1: random programs that were played there, and every step
-of a block.
+"""The pool and its blocks compared with those of dynamo-llm 0.2.1: recorded random programs, and every step of a
+block.
 """
 
 import pytest
@@ -12,7 +12,7 @@ PROGRAMS = 60
 
 
 class Player:
-    """A pool, and the handles that the recorded program has, in its order."""
+    """A pool, and the handles of the recorded program in its order."""
 
     def __init__(self, program):
         self.sink = CapturingSink()
@@ -27,7 +27,7 @@ class Player:
         self.mutable, self.shared = [], []
 
     def play(self, step):
-        """Do one step; returns what it did, in the words of the recording."""
+        """Do one step; returns its result in the form of the recording."""
         return getattr(self, step["op"])(step)
 
     def allocate(self, step):
@@ -80,9 +80,9 @@ class Player:
         return {"returned": self.pool.flush()}
 
     def events(self):
-        """What was published: the hash of a Removed; of a Stored, its blocks with their parents, in any order.
+        """Return the published events: the hash of a Removed; the blocks of a Stored with their parents, in any order.
 
-        The original hands all blocks of a call to whoever publishes them; here these are one Stored a chain.
+        Dynamo passes all blocks of a call to its publisher; here they are one Stored per chain.
         """
         removed, stored = [], []
         for event in self.sink.take():
@@ -102,7 +102,7 @@ def programs(recording):
 
 
 @pytest.mark.parametrize("number", range(PROGRAMS))
-def test_a_program_gives_the_recorded_results(programs, number):
+def test_each_program_gives_the_recorded_results(programs, number):
     program = programs[number]
     player = Player(program)
     assert [each[1] for each in program["contents"]] == [each.sequence_hash for each in player.contents]

@@ -1,4 +1,4 @@
-"""Block sets and descriptor lists: what they say, their bytes, and every refusal of an import."""
+"""Block sets and descriptor lists: their contents, their bytes, and every refusal of an import."""
 
 from dataclasses import replace
 
@@ -37,7 +37,7 @@ SET = NixlBlockSet(7, {1: HOST, 2: DEVICE}, "7")
 # ------------------------------------------------------------------------------------------------------ export
 
 
-def test_the_host_is_set_1_and_the_device_set_2():
+def test_the_host_pool_is_block_set_1_and_the_device_pool_block_set_2():
     assert make_manager(7).export_local_blockset() == SET
 
 
@@ -49,11 +49,11 @@ def test_the_host_is_set_1_and_the_device_set_2():
         ({"device": None, "host": None}, {}),
     ],
 )
-def test_a_set_has_the_pools_that_there_are(sizes, expected):
+def test_a_block_set_contains_the_existing_pools(sizes, expected):
     assert make_manager(7, **sizes).export_local_blockset().block_sets == expected
 
 
-def test_a_set_names_its_gpu_and_the_numbers_of_its_blocks():
+def test_a_block_set_describes_its_gpu_and_block_layout():
     manager = KvBlockManager(
         KvBlockManagerConfig(
             runtime=KvManagerRuntimeConfig(worker_id=1),
@@ -76,7 +76,7 @@ def test_a_manager_without_nixl_exports_its_pools_without_an_agent():
     assert replace(SET, agent_id="") == make_manager(7, nixl="disabled").export_local_blockset()
 
 
-def test_a_set_is_a_value():
+def test_block_sets_are_immutable_and_compare_by_value():
     assert hash(SET) == hash(NixlBlockSet.from_bytes(SET.to_bytes()))
     with pytest.raises(TypeError):
         SET.block_sets[3] = HOST
@@ -115,12 +115,12 @@ descriptors = st.lists(st.tuples(st.integers(0, 99), st.integers(0, 9)), min_siz
 
 @worth_its_time
 @given(st.one_of(block_sets, descriptors))
-def test_a_value_survives_its_bytes(value):
+def test_block_sets_and_descriptors_are_read_back_from_their_bytes(value):
     assert value == type(value).from_bytes(value.to_bytes())
 
 
 @given(block_sets, st.data())
-def test_a_truncated_set_is_refused(value, data):
+def test_a_truncated_block_set_is_refused(value, data):
     whole = value.to_bytes()
     with pytest.raises(NixlSerializationError, match=r"^the bytes of a block set are not JSON: "):
         NixlBlockSet.from_bytes(whole[: data.draw(st.integers(0, len(whole) - 1))])
@@ -136,7 +136,7 @@ def body(layouts=GOOD_LAYOUT, worker_id=b"7", agent_id=b'"7"'):
     return b'{"worker_id":%b,"agent_id":%b,"incarnation":0,"block_sets":[%b]}' % (worker_id, agent_id, layouts)
 
 
-def test_a_set_is_read_from_bytes_of_another_writer():
+def test_a_block_set_written_by_another_program_is_read():
     assert NixlBlockSet(7, {1: HOST}, "7") == NixlBlockSet.from_bytes(body())
 
 
@@ -178,7 +178,7 @@ def test_a_set_is_read_from_bytes_of_another_writer():
         ),
     ],
 )
-def test_other_bytes_are_refused_with_what_is_wrong(data, message):
+def test_invalid_bytes_of_a_block_set_are_refused_with_the_reason(data, message):
     manager = make_manager(1)
     for read in (NixlBlockSet.from_bytes, manager.import_remote_blockset):
         with pytest.raises(NixlSerializationError) as raised:
@@ -212,14 +212,14 @@ def test_a_value_that_is_not_bytes_is_refused():
         ({"block_sets": {1: 5}}, "NixlBlockSet.block_sets[1] must be a BlockSetLayout, got 5"),
     ],
 )
-def test_a_set_made_by_hand_is_checked(change, message):
+def test_the_fields_of_a_block_set_are_checked(change, message):
     with pytest.raises(TypeError) as raised:
         replace(SET, **change)
     assert str(raised.value) == message
 
 
 @pytest.mark.parametrize(("name", "least"), [("num_blocks", 1), ("num_layers", 1), ("page_size", 1), ("device_id", 0)])
-def test_a_layout_made_by_hand_is_checked(name, least):
+def test_the_fields_of_a_block_layout_are_checked(name, least):
     replace(DEVICE, **{name: least})
     with pytest.raises(ValueError, match=f"^BlockSetLayout.{name} must be an integer of at least {least}, got -1$"):
         replace(DEVICE, **{name: -1})
@@ -228,7 +228,7 @@ def test_a_layout_made_by_hand_is_checked(name, least):
 # ------------------------------------------------------------------------------------------------------ import
 
 
-def test_a_set_is_imported_as_value_and_as_bytes():
+def test_a_block_set_can_be_imported_as_an_object_or_as_bytes():
     descriptors = BlockDescriptorList(7, 2, "mutable", (7, 0, 7), (0, 0, 0))
     for block_set in (SET, SET.to_bytes(), bytearray(SET.to_bytes())):
         manager = make_manager(1)
@@ -258,7 +258,7 @@ def test_a_set_is_imported_as_value_and_as_bytes():
             SET,
             "NIXL agent not initialized: the manager of worker 1 was made with nixl=disabled",
         ),
-        # as the original: its own set is found before that there is no agent
+        # as in Dynamo: its own set is detected before the missing agent
         (
             {"nixl": "disabled"},
             replace(SET, worker_id=1),
@@ -278,7 +278,7 @@ def test_a_set_is_imported_as_value_and_as_bytes():
         ),
     ],
 )
-def test_an_import_is_refused(importer, block_set, message):
+def test_an_invalid_import_is_refused(importer, block_set, message):
     manager = make_manager(1, **importer)
     with pytest.raises(RemoteBlockSetError) as raised:
         manager.import_remote_blockset(block_set)
@@ -287,7 +287,7 @@ def test_an_import_is_refused(importer, block_set, message):
         manager.get_remote_blocks_immutable(BlockDescriptorList(7, 1, "immutable", (0,), (0,)))
 
 
-def test_a_set_is_imported_once():
+def test_a_block_set_can_be_imported_only_once():
     manager = make_manager(1)
     manager.import_remote_blockset(SET)
     with pytest.raises(RemoteBlockSetError, match=r"^Worker ID 7 already exists; cannot update remote blockset$"):
@@ -306,7 +306,7 @@ def test_a_set_is_imported_once():
     ],
     ids=["export", "import", "mutable", "immutable"],
 )
-def test_a_closed_manager_exchanges_nothing(use):
+def test_a_closed_manager_refuses_exports_and_imports(use):
     manager = make_manager(1)
     manager.close()
     with pytest.raises(ProgressEngineShutdown, match=r"on the manager of worker 1, which was closed"):
@@ -316,7 +316,7 @@ def test_a_closed_manager_exchanges_nothing(use):
 # ------------------------------------------------------------------------------------------------- descriptors
 
 
-def test_mutable_blocks_are_described_to_be_written_and_registered_ones_to_be_read():
+def test_mutable_blocks_are_described_as_writable_and_registered_ones_as_read_only():
     manager = make_manager(7)
     mutable = manager.host().allocate_blocks_blocking(2)
     immutable = register(manager.device(), chain(2))
@@ -327,13 +327,13 @@ def test_mutable_blocks_are_described_to_be_written_and_registered_ones_to_be_re
     assert len(mutable.as_block_descriptor_set()) == 2
 
 
-def test_any_sequence_of_handles_is_described():
+def test_any_sequence_of_handles_can_be_described():
     blocks = make_manager(7).host().allocate_blocks_blocking(3)
     assert as_block_descriptor_set((blocks[2], blocks[0])).block_indices == (2, 0)
     assert as_block_descriptor_set(blocks[1:2]).block_indices == (1,)
 
 
-def test_blocks_of_two_sets_are_not_one_list():
+def test_blocks_of_two_sets_cannot_be_described_in_one_list():
     manager = make_manager(7)
     host, device = (pool.allocate_blocks_blocking(1) for pool in (manager.host(), manager.device()))
     with pytest.raises(BlockDescriptorSetError) as raised:
@@ -344,7 +344,7 @@ def test_blocks_of_two_sets_are_not_one_list():
     )
 
 
-def test_an_empty_list_is_not_described():
+def test_an_empty_list_of_blocks_cannot_be_described():
     for describe in (as_block_descriptor_set, BlockDescriptorList.from_immutable_blocks):
         with pytest.raises(BlockDescriptorSetError, match=r"^Input block list cannot be empty$"):
             describe([])
@@ -352,14 +352,14 @@ def test_an_empty_list_is_not_described():
         BlockDescriptorList(7, 1, "mutable", (), ())
 
 
-def test_a_closed_handle_is_not_described():
+def test_a_closed_handle_cannot_be_described():
     blocks = make_manager(7).host().allocate_blocks_blocking(2)
     blocks[1].close()
     with pytest.raises(BlockDescriptorSetError, match=r"^An invalid block handle was encountered: it was closed"):
         blocks.as_block_descriptor_set()
 
 
-def test_mutable_and_immutable_blocks_are_not_one_list():
+def test_mutable_and_immutable_blocks_cannot_be_described_in_one_list():
     manager = make_manager(7)
     both = [*manager.device().allocate_blocks_blocking(1), *register(manager.device(), chain(1))]
     with pytest.raises(
@@ -392,7 +392,7 @@ def test_mutable_and_immutable_blocks_are_not_one_list():
         ),
     ],
 )
-def test_a_list_made_by_hand_is_checked(change, message):
+def test_the_fields_of_a_descriptor_list_are_checked(change, message):
     good = {"worker_id": 7, "block_set_idx": 1, "mutability": "mutable", "block_indices": (0, 1), "generations": (0, 0)}
     with pytest.raises(ValueError) as raised:
         BlockDescriptorList(**good | change)
@@ -427,14 +427,14 @@ def test_bytes_of_an_empty_list_are_refused():
             BlockDescriptorList(7, 2, "mutable", (7, 8), (0, 0)),
             "block index out of bounds: 8 >= 8, in set 2 of worker 7",
         ),
-        # one's own blocks are not remote
+        # the worker's own blocks are not remote
         (
             BlockDescriptorList(1, 1, "mutable", (0,), (0,)),
             "No remote blockset found for worker 1 and block_set_idx 1",
         ),
     ],
 )
-def test_remote_blocks_are_refused(descriptors, message):
+def test_invalid_requests_for_remote_blocks_are_refused(descriptors, message):
     manager = make_manager(1)
     manager.import_remote_blockset(SET)
     with pytest.raises(RemoteBlockSetError) as raised:
@@ -442,7 +442,7 @@ def test_remote_blocks_are_refused(descriptors, message):
     assert str(raised.value) == message
 
 
-def test_a_list_of_mutable_blocks_may_be_asked_for_to_be_read():
+def test_mutable_remote_blocks_can_be_requested_for_reading():
     manager = make_manager(1)
     manager.import_remote_blockset(SET)
     (block,) = manager.get_remote_blocks_immutable(BlockDescriptorList(7, 1, "mutable", (3,), (0,)))

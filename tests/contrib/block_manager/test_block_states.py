@@ -1,4 +1,4 @@
-"""The four states of a block, their steps, and what a block holds in each."""
+"""The four states of a block, their transitions, and the contents of a block in each."""
 
 import copy
 import gc
@@ -56,7 +56,7 @@ def block_in(state):
 
 @pytest.mark.parametrize("step", STEPS)
 @pytest.mark.parametrize("state", ALLOWED)
-def test_a_step_is_allowed_in_its_states_only(state, step):
+def test_each_step_is_allowed_only_in_its_block_states(state, step):
     block = block_in(state)
     tokens = block.tokens
     if step == "commit" and state is BlockState.PARTIAL:
@@ -76,7 +76,7 @@ def test_a_step_is_allowed_in_its_states_only(state, step):
     assert (state, tokens) == (block.state, block.tokens)
 
 
-def test_a_root_is_filled_token_by_token():
+def test_a_root_block_is_filled_token_by_token():
     (block,) = make_pool(1).allocate_blocks_blocking(1)
     seen = [(block.state, len(block), block.remaining, block.is_empty, block.is_full, block.tokens)]
     block.initialize_sequence(1337)
@@ -97,7 +97,7 @@ def test_a_root_is_filled_token_by_token():
     assert block.sequence_hash == 14643705804678351452
 
 
-def test_a_registered_block_keeps_its_hash_and_no_tokens():
+def test_a_registered_block_keeps_its_hash_but_not_its_tokens():
     pool = make_pool(1)
     (block,) = register(pool, [CONTENT])
     assert (block.state, block.sequence_hash) == ("Registered", 14643705804678351452)
@@ -114,7 +114,7 @@ def test_tokens_beyond_a_full_block_are_returned():
     assert block.tokens == (1, 2, 3, 4)
 
 
-def test_popping_takes_the_last_tokens():
+def test_popping_removes_the_last_tokens():
     block = block_in(BlockState.PARTIAL)
     block.pop_token()
     assert block.tokens == (1, 2)
@@ -128,7 +128,7 @@ def test_popping_takes_the_last_tokens():
     assert block.tokens == ()
 
 
-def test_a_block_that_is_not_full_is_not_committed():
+def test_an_incomplete_block_cannot_be_committed():
     block = block_in(BlockState.PARTIAL)
     with pytest.raises(
         TokenBlockError,
@@ -139,7 +139,7 @@ def test_a_block_that_is_not_full_is_not_committed():
 
 
 @pytest.mark.parametrize("state", ALLOWED)
-def test_reset_forgets_what_the_block_holds_and_the_handle_stays(state):
+def test_reset_clears_the_content_of_a_block_and_keeps_its_handle_open(state):
     block = block_in(state)
     block.payload = b"x"
     block.metadata.priority = 3
@@ -167,7 +167,7 @@ def test_a_token_block_of_another_size_is_refused(tokens):
         (lambda block: block.pop_tokens(-1), ValueError, "pop_tokens: count must be an integer of at least 0, got -1"),
     ],
 )
-def test_a_value_that_is_not_a_token_changes_nothing(step, error, message):
+def test_an_invalid_token_is_refused_and_changes_nothing(step, error, message):
     block = block_in(BlockState.PARTIAL)
     with pytest.raises(error) as caught:
         step(block)
@@ -176,14 +176,14 @@ def test_a_value_that_is_not_a_token_changes_nothing(step, error, message):
 
 
 @pytest.mark.parametrize("salt", [-1, 2**64, None, "salt"])
-def test_a_salt_is_a_u64(salt):
+def test_a_salt_must_be_a_u64(salt):
     block = block_in(BlockState.RESET)
     with pytest.raises(ValueError, match=r"^salt_hash must be an integer from 0 to 18446744073709551615 \(u64\), got "):
         block.initialize_sequence(salt)
     assert block.state == "Reset"
 
 
-def test_only_a_token_block_is_applied():
+def test_apply_token_block_accepts_only_a_token_block():
     block = block_in(BlockState.RESET)
     with pytest.raises(TypeError, match=r"^apply_token_block takes a TokenBlock, got \[1, 2, 3, 4\]$"):
         block.apply_token_block([1, 2, 3, 4])
@@ -192,7 +192,7 @@ def test_only_a_token_block_is_applied():
 # ------------------------------------------------------------------------------------------------- token blocks
 
 
-def test_token_blocks_have_the_hashes_of_routers():
+def test_token_blocks_have_the_block_and_sequence_hashes_of_routers():
     tokens = list(range(1, 19))
     blocks = token_blocks(tokens, 4)
     local = block_hashes(tokens, 4)
@@ -205,13 +205,13 @@ def test_token_blocks_have_the_hashes_of_routers():
     assert [block.sequence_hash for block in blocks[:2]] == [14643705804678351452, 4945711292740353085]
 
 
-def test_another_salt_gives_other_hashes_all_along_the_chain():
+def test_a_different_salt_changes_every_hash_of_the_chain():
     one, other = token_blocks(range(8), 4), token_blocks(range(8), 4, salt_hash=0)
     assert {block.sequence_hash for block in one}.isdisjoint(block.sequence_hash for block in other)
     assert {block.block_hash for block in one}.isdisjoint(block.block_hash for block in other)
 
 
-def test_the_salt_is_the_seed_of_the_chain_too():
+def test_the_salt_seeds_both_block_and_sequence_hashes():
     first, second = token_blocks(range(8), 4, salt_hash=5)
     assert first.sequence_hash == first.block_hash == xxh3_64_intdigest(struct.pack("<4I", 0, 1, 2, 3), 5)
     assert second.block_hash == xxh3_64_intdigest(struct.pack("<4I", 4, 5, 6, 7), 5)
@@ -219,27 +219,27 @@ def test_the_salt_is_the_seed_of_the_chain_too():
 
 
 @pytest.mark.parametrize("parent", [-1, 2**64, "parent"])
-def test_a_parent_is_a_u64(parent):
+def test_a_parent_must_be_a_u64(parent):
     with pytest.raises(ValueError, match=r"^parent_sequence_hash must be an integer from 0 to 18446744073709551615 "):
         TokenBlock([1, 2, 3, 4], parent_sequence_hash=parent)
 
 
 @pytest.mark.parametrize("tokens", [(), (1, 2, 3), (1, 2, 3, 4)])
 @pytest.mark.parametrize("argument", ["salt_hash", "parent_sequence_hash"])
-def test_salt_and_parent_of_a_prompt_of_any_length_are_u64(tokens, argument):
+def test_salt_and_parent_must_be_u64_for_prompts_of_any_length(tokens, argument):
     for wrong in (-1, 2**64, "5", True):
         with pytest.raises(ValueError, match=f"^{argument} must be an integer from 0 to 18446744073709551615 "):
             token_blocks(tokens, 4, **{argument: wrong})
 
 
-def test_a_block_after_another_is_as_in_their_sequence():
+def test_next_block_equals_the_next_block_of_a_sequence():
     first, second = token_blocks(range(8), 4, salt_hash=5)
     assert second == first.next_block(range(4, 8)) != TokenBlock(range(4, 8), 5)
     assert hash(second) == hash(first.next_block(range(4, 8)))
     assert [second] == token_blocks(range(4, 8), 4, 5, first.sequence_hash)
 
 
-def test_a_token_block_has_tokens():
+def test_a_token_block_needs_at_least_one_token():
     with pytest.raises(ValueError, match=r"^a TokenBlock has at least 1 token, got none$"):
         TokenBlock([])
     assert token_blocks([], 4) == []
@@ -248,7 +248,7 @@ def test_a_token_block_has_tokens():
 # ------------------------------------------------------------------------------------------ payload and metadata
 
 
-def test_a_payload_goes_with_the_block_until_its_pool_resets_it():
+def test_a_payload_stays_with_its_block_until_the_pool_resets_it():
     pool = make_pool(1)
     (block,) = fill(pool, [CONTENT])
     assert block.payload == b""
@@ -266,7 +266,7 @@ def test_a_payload_goes_with_the_block_until_its_pool_resets_it():
     assert block.payload == b""
 
 
-def test_a_payload_fits_its_block():
+def test_a_payload_larger_than_its_block_is_refused():
     block = block_in(BlockState.RESET)
     assert block.block_bytes == BLOCK_BYTES
     block.payload = bytes(BLOCK_BYTES)
@@ -282,7 +282,7 @@ def test_a_payload_fits_its_block():
 
 
 @pytest.mark.parametrize("payload", ["text", 5, None, [1]])
-def test_a_payload_is_bytes(payload):
+def test_a_payload_must_be_bytes(payload):
     block = block_in(BlockState.RESET)
     with pytest.raises(TypeError, match=r"^a payload is bytes, got "):
         block.payload = payload
@@ -290,14 +290,14 @@ def test_a_payload_is_bytes(payload):
 
 
 @pytest.mark.parametrize("priority", [-1, 2**32, 1.5, None])
-def test_a_priority_is_a_u32(priority):
+def test_a_priority_must_be_a_u32(priority):
     block = block_in(BlockState.RESET)
     with pytest.raises(ValueError, match=r"^priority must be an integer from 0 to 4294967295 \(u32\), got "):
         block.metadata.priority = priority
     assert block.metadata.priority == 0
 
 
-def test_ticks_count_what_the_pool_does():
+def test_ticks_count_the_allocations_and_returns_of_a_pool():
     pool = make_pool(2)
     one, two = pool.allocate_blocks_blocking(2)
     assert [(each.metadata.acquired_tick, each.metadata.returned_tick) for each in (one, two)] == [(1, 0), (2, 0)]
@@ -310,7 +310,7 @@ def test_ticks_count_what_the_pool_does():
 # ----------------------------------------------------------------------------------------------------- handles
 
 
-def test_a_handle_names_its_block():
+def test_a_handle_describes_its_block():
     _, block = make_pool(2).allocate_blocks_blocking(2)
     assert (
         block.worker_id,
@@ -341,7 +341,7 @@ USES = {
 
 
 @pytest.mark.parametrize("use", USES)
-def test_a_closed_handle_is_used_no_more(use):
+def test_a_closed_handle_refuses_every_use(use):
     pool = make_pool(1)
     (block,) = pool.allocate_blocks_blocking(1)
     block.close()
@@ -350,7 +350,7 @@ def test_a_closed_handle_is_used_no_more(use):
     assert (block.is_open, pool.flush()) == (False, 1)
 
 
-def test_a_registered_handle_is_used_no_more():
+def test_a_handle_of_a_registered_block_refuses_every_use():
     pool = make_pool(1)
     (block,) = fill(pool, [CONTENT])
     held = pool.register_blocks_blocking([block])
@@ -368,7 +368,7 @@ def test_a_registered_handle_is_used_no_more():
     assert pool.flush() == 1
 
 
-def test_the_end_of_a_with_gives_the_block_back_once():
+def test_a_with_block_returns_its_block_once():
     pool = make_pool(2)
     with pool.allocate_blocks_blocking(1)[0] as block:
         assert pool.counts.active == 1
@@ -378,7 +378,7 @@ def test_the_end_of_a_with_gives_the_block_back_once():
     assert (pool.flush(), pool.available_blocks) == (2, 2)
 
 
-def test_a_list_gives_back_what_is_left_of_it_in_order():
+def test_a_with_block_over_a_list_returns_its_open_blocks_in_order():
     pool = make_pool(3)
     with pool.allocate_blocks_blocking(3) as blocks:
         blocks[1].close()
@@ -386,7 +386,7 @@ def test_a_list_gives_back_what_is_left_of_it_in_order():
     assert [block.block_idx for block in pool.allocate_blocks_blocking(3)] == [1, 0, 2]
 
 
-def test_a_list_is_split():
+def test_split_off_splits_a_list_of_blocks():
     pool = make_pool(3)
     blocks = pool.allocate_blocks_blocking(3)
     rest = blocks.split_off(1)
@@ -398,14 +398,14 @@ def test_a_list_is_split():
 
 
 @pytest.mark.parametrize("kind", ["mutable", "immutable"])
-def test_a_slice_is_a_plain_list_of_the_same_handles(kind):
+def test_a_slice_of_a_block_list_is_a_plain_list_of_the_same_handles(kind):
     pool = make_pool(3)
     blocks = pool.allocate_blocks_blocking(3) if kind == "mutable" else register(pool, chain(3))
     part = blocks[:2]
     assert (list, True) == (type(part), part[0] is blocks[0])
     for plain in (blocks + part, blocks * 2, blocks.copy()):
         assert list is type(plain)
-    with pytest.raises(TypeError), part:  # it owns nothing, so there is nothing to close at the end
+    with pytest.raises(TypeError), part:  # it owns no blocks, so it cannot be closed at the end
         pass
     del part, plain
     assert (pool.flush(), pool.counts.active) == (0, 3)
@@ -415,7 +415,7 @@ def test_a_slice_is_a_plain_list_of_the_same_handles(kind):
     assert pool.flush() == 2
 
 
-def test_a_list_closes_all_or_none():
+def test_closing_a_list_closes_all_handles_or_none():
     pool = make_pool(2)
     blocks = pool.allocate_blocks_blocking(2)
     blocks.append(blocks[0])
@@ -428,7 +428,7 @@ def test_a_list_closes_all_or_none():
     assert pool.counts.active == 1
 
 
-def test_a_handle_that_is_dropped_gives_its_block_back():
+def test_a_garbage_collected_handle_returns_its_block():
     pool = make_pool(2)
     blocks = pool.allocate_blocks_blocking(2)
     shared = pool.register_blocks_blocking([*fill_one(blocks.pop())])
@@ -444,7 +444,7 @@ def fill_one(block):
 
 
 @pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, pickle.dumps])
-def test_a_handle_is_not_copied(duplicate):
+def test_a_handle_cannot_be_copied(duplicate):
     pool = make_pool(2)
     (block,), (shared,) = pool.allocate_blocks_blocking(1), register(pool, [CONTENT])
     for handle in (block, shared):
@@ -453,7 +453,7 @@ def test_a_handle_is_not_copied(duplicate):
     assert pool.counts.active == 2
 
 
-def test_a_clone_is_one_more_owner():
+def test_a_clone_is_an_additional_owner_of_the_block():
     pool = make_pool(1)
     (first,) = register(pool, chain(1))
     second = first.clone()
@@ -463,7 +463,7 @@ def test_a_clone_is_one_more_owner():
     assert (pool.flush(), pool.counts.active) == (1, 0)
 
 
-def test_a_generation_ends_when_a_block_loses_its_content():
+def test_the_generation_of_a_block_increases_when_it_loses_its_content():
     pool = make_pool(1)
     block = pool.block(0)
     generations = []
@@ -473,20 +473,20 @@ def test_a_generation_ends_when_a_block_loses_its_content():
 
     with pool.allocate_blocks_blocking(1) as (handle,):
         handle.apply_token_block(CONTENT)
-        handle.reset()  # the owner may do that
+        handle.reset()  # the owner may reset it
         note()
-    note()  # given back unregistered
+    note()  # returned unregistered
     pool.flush()
     register(pool, [CONTENT]).close()
     pool.flush()
     pool.match_sequence_hashes_blocking([CONTENT.sequence_hash]).close()
     pool.flush()
-    note()  # still what was registered
+    note()  # still the registered contents
     with pool.allocate_blocks_blocking(1):
         note()  # evicted
     pool.flush()
     pair = make_pool(2)
-    held = register(pair, [CONTENT, CONTENT])  # the second copy is given back
+    held = register(pair, [CONTENT, CONTENT])  # the second copy is returned
     generations += [pair.block(0).generation, pair.block(1).generation]
     held.close()
     assert generations == [0, 1, 1, 2, 0, 1]
@@ -534,7 +534,7 @@ def test_a_single_block_in_place_of_a_list_is_refused(use, takes):
     assert (block.state, len(block), pool.counts.active) == (BlockState.PARTIAL, 0, 1)
 
 
-def test_one_block_is_not_onboarded():
+def test_onboard_refuses_a_single_block_instead_of_an_iterable():
     manager = make_manager()
     (block,) = register(manager.host(), [CONTENT])
     with pytest.raises(TypeError, match=r"^onboard takes an iterable of immutable blocks of the host pool, got <Immu"):

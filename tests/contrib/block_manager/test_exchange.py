@@ -1,5 +1,5 @@
-"""Two block managers that exchange block sets and blocks: the tests of dynamo-llm 0.2.1, and the part that is
-commented out there.
+"""Two block managers that exchange block sets and blocks: the tests of dynamo-llm 0.2.1, with the part that
+is commented out there.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ async def exchange(fabric):
         (block.worker_id, block.block_set_idx, block.block_idx) for block in remote_blocks_0
     ]
 
-    # From here on what is commented out there, as it waits for a transfer engine.
+    # The rest is commented out there, because it waits for a transfer engine.
     for number, block in enumerate(blocks_1):
         block.payload = bytes([number]) * block.block_bytes
 
@@ -104,7 +104,7 @@ async def exchange(fabric):
     assert [block.payload for block in blocks_1] == [block.payload for block in blocks_0]
     assert [("put", kvbm_1.worker_id(), kvbm_0.worker_id(), 4, 4 * 384)] == fabric.transfers
 
-    # The builder of a put, which it has beside the request, is the request's constructor here.
+    # Its separate builder of a put is the constructor of the request here.
 
     # Create a Put request direct between two local blocks
     # split the blocks into two vecs each with 2 blocks
@@ -118,4 +118,4 @@ async def exchange(fabric):
     transfer_request.execute()
     assert [bytes([number]) * 384 for number in (2, 3)] == [block.payload for block in slice_1]
     assert [bytes([number]) * 384 for number in (2, 3)] == [block.payload for block in slice_0]
-    assert len(fabric.transfers) == 1  # that one did not leave the worker
+    assert len(fabric.transfers) == 1  # this transfer did not leave the worker

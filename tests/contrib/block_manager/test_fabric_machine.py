@@ -1,4 +1,4 @@
-"""Any traffic between three managers: no block is lost or owned twice, payloads are what was written, counts add up."""
+"""Random traffic between three managers: no block is lost or owned twice, payloads and counts are correct."""
 
 from collections import Counter
 from itertools import combinations
@@ -37,10 +37,10 @@ def address(handle):
 
 
 class FabricMachine(RuleBasedStateMachine):
-    """Three workers with few blocks each, and beside them what must be in each block, by worker, set and number.
+    """Three workers with few blocks each, and the expected contents of each block, by worker, set and number.
 
-    `life` counts how often a block was given up with what it held, by what the test did and saw, not by what the block
-    says.
+    `life` counts how often a block was released with its contents, by the test's own actions and observations, not by
+    the block's counter.
     """
 
     def __init__(self):
@@ -60,11 +60,11 @@ class FabricMachine(RuleBasedStateMachine):
         self.payloads = {(*key, index): b"" for key, pool in self.pools.items() for index in range(pool.total_blocks)}
         self.life = Counter()
         self.registered = {}  # the sequence hash by address
-        self.remote = []  # what was asked for: a remote block, and the life of its block when it was described
+        self.remote = []  # the requested blocks: a remote block, and the life of its block when it was described
         self.cut = set()
         self.carried = []
         self.written = 0
-        for key in self.pools:  # so that there is something to transfer from the first step on
+        for key in self.pools:  # so that transfers are possible from the first step on
             self.allocate(*key, 2)
             for block in self.mutable[key]:
                 block.payload = self.payloads[address(block)] = self.fresh()
@@ -73,8 +73,8 @@ class FabricMachine(RuleBasedStateMachine):
                 if owner != asks:
                     self.ask_for(self.mutable[owner, block_set], asks, writable=True)
 
-    # Positions are drawn, not handles: Hypothesis keeps what it draws, and a handle that is dropped gives its block
-    # back.
+    # Positions are drawn, not handles: Hypothesis keeps drawn values, but a handle must be dropped to return its
+    # block.
 
     def some(self, data, values, least=1, most=3):
         if not values:
@@ -116,7 +116,7 @@ class FabricMachine(RuleBasedStateMachine):
             (shared,) = self.pools[worker, block_set].register_blocks_blocking([block])
             if address(shared) == where:
                 self.registered[where] = content.sequence_hash
-            else:  # the pool has it already, and keeps that one
+            else:  # the pool already has the contents, and keeps its own block
                 assert self.registered[address(shared)] == content.sequence_hash
                 self.life[where] += 1
             self.shared[worker, block_set].append(shared)
@@ -212,7 +212,7 @@ class FabricMachine(RuleBasedStateMachine):
             self.transfer(TransferRequestPut, worker, sources, [chosen[0][0]], wrong)
 
     def asked_for(self, worker, *, to_write, changed):
-        """What a worker may transfer with; where `changed`, only what was given up or registered since."""
+        """Return the blocks with which a worker may transfer; if `changed`, only those released or registered since."""
         entries = [entry for entry in self.remote if entry[1] == worker and (entry[2] or not to_write)]
         if not changed:
             return entries
@@ -231,8 +231,8 @@ class FabricMachine(RuleBasedStateMachine):
         return errors
 
     def transfer(self, kind, worker, sources, destinations, wrong):
-        """Execute a request; where anything is wrong with it, it is refused with that, and the invariants see that
-        it did nothing.
+        """Execute a request; a wrong one must be refused with its reason, and the invariants check that it had no
+        effect.
         """
         origins, targets = [address(block) for block in sources], [address(block) for block in destinations]
         if len(set(targets)) < len(targets) or set(targets) & set(origins):

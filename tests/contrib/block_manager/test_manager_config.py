@@ -1,4 +1,4 @@
-"""The configuration of a block manager, and what it refuses."""
+"""The configuration of a block manager, and refused values."""
 
 import pytest
 from block_helpers import MODEL, device_layout, host_layout
@@ -24,7 +24,7 @@ RUNTIME = KvManagerRuntimeConfig(worker_id=7)
 U64 = 2**64 - 1
 
 
-def test_defaults_are_the_originals():
+def test_configuration_defaults_equal_those_of_the_original():
     assert NixlOptions.ENABLED is RUNTIME.nixl
     assert not RUNTIME.cancellation_token.is_cancelled()
     assert DType.FP16 is MODEL.dtype
@@ -44,17 +44,17 @@ def test_defaults_are_the_originals():
         (DType.FP32, 4),
     ],
 )
-def test_bytes_of_a_number_and_of_a_block(dtype, size):
+def test_the_data_type_sets_the_bytes_of_an_element_and_of_a_block(dtype, size):
     assert size == dtype.size_in_bytes
     assert 3 * 4 * 16 * size == KvManagerModelConfig(3, 4, 16, dtype).block_bytes
 
 
-def test_every_data_type_was_in_the_table():
+def test_every_data_type_has_a_test_case():
     assert len(DType) == 4
 
 
 @pytest.mark.parametrize("worker_id", [0, 1337, U64])
-def test_a_worker_id_is_a_u64(worker_id):
+def test_a_worker_id_can_be_any_u64(worker_id):
     assert worker_id == KvManagerRuntimeConfig(worker_id).worker_id
 
 
@@ -70,7 +70,7 @@ def test_a_value_that_is_not_a_worker_id_is_refused(worker_id):
 
 @pytest.mark.parametrize("field", ["num_layers", "page_size", "inner_dim"])
 @pytest.mark.parametrize("value", [0, -1, 1.5, "4", None])
-def test_a_model_has_sizes_of_at_least_1(field, value):
+def test_model_sizes_must_be_at_least_1(field, value):
     with pytest.raises(ValueError) as error:
         KvManagerModelConfig(**({"num_layers": 3, "page_size": 4, "inner_dim": 16} | {field: value}))
     assert str(error.value).startswith(f"KvManagerModelConfig.{field} must be an integer of at least 1")
@@ -125,7 +125,7 @@ def test_a_model_has_sizes_of_at_least_1(field, value):
         (lambda: DeviceStorage(1, -1), "DeviceStorage.device_id must be an integer of at least 0, got -1"),
     ],
 )
-def test_a_value_that_is_not_allowed_is_named_with_what_is(make, message):
+def test_an_invalid_value_is_named_with_the_allowed_ones(make, message):
     with pytest.raises(ValueError) as error:
         make()
     assert str(error.value) == message
@@ -158,7 +158,7 @@ def test_a_value_that_is_not_allowed_is_named_with_what_is(make, message):
         (lambda: CancellationToken(1), "CancellationToken: parent must be a CancellationToken or None, got 1"),
     ],
 )
-def test_a_part_of_another_class_is_refused(make, message):
+def test_a_configuration_part_of_another_class_is_refused(make, message):
     with pytest.raises(TypeError) as error:
         make()
     assert str(error.value) == message
@@ -168,7 +168,7 @@ NEEDED = 8 * MODEL.block_bytes
 
 
 @pytest.mark.parametrize("size", [NEEDED, NEEDED + 1])
-def test_storage_that_is_large_enough_makes_a_pool(size):
+def test_a_pool_accepts_storage_that_is_large_enough(size):
     layout = KvManagerLayoutConfig(8, storage=[DeviceStorage(size)])
     manager = KvBlockManager(KvBlockManagerConfig(RUNTIME, MODEL, device_layout=layout))
     assert manager.device().available_blocks == 8
@@ -185,25 +185,25 @@ def test_storage_that_is_large_enough_makes_a_pool(size):
         ([DeviceStorage(NEEDED), DeviceStorage(NEEDED)], "a fully contiguous layout takes one region, got 2"),
     ],
 )
-def test_storage_that_does_not_fit_is_refused(storage, message):
+def test_storage_of_the_wrong_size_or_kind_is_refused(storage, message):
     layout = KvManagerLayoutConfig(8, storage=storage)
     with pytest.raises(LayoutError) as error:
         KvBlockManagerConfig(RUNTIME, MODEL, device_layout=layout)
     assert str(error.value) == f"KvBlockManagerConfig.device_layout: {message}"
 
 
-def test_an_allocator_makes_storage_of_its_kind():
+def test_an_allocator_creates_storage_of_its_kind():
     assert DeviceStorage(384, 3) == DeviceAllocator(3).allocate(384)
     assert PinnedStorage(384) == PinnedAllocator().allocate(384)
 
 
 @pytest.mark.parametrize("config", [RUNTIME, MODEL, device_layout()], ids=lambda config: type(config).__name__)
-def test_a_configuration_does_not_change(config):
+def test_a_configuration_is_immutable(config):
     with pytest.raises(AttributeError):
         setattr(config, next(iter(type(config).__slots__)), 1)
 
 
-def test_a_child_is_cancelled_with_its_parent_and_not_the_other_way_round():
+def test_cancelling_a_parent_token_cancels_its_children_but_not_vice_versa():
     parent = CancellationToken()
     child, other = parent.child_token(), parent.child_token()
     child.cancel()

@@ -19,7 +19,7 @@ EXPECTED_SEQUENCE_HASH = 14643705804678351452
 
 @pytest.fixture
 def pool():
-    """7 blocks of 4 tokens, as the original's tests have them."""
+    """Return a pool of 7 blocks of 4 tokens, as in the tests of dynamo-llm."""
     config = KvBlockManagerConfig(
         KvManagerRuntimeConfig(42),
         KvManagerModelConfig(5, 4, 13),
@@ -52,7 +52,7 @@ def test_block_pool(pool):
     blocks = asyncio.run(step())
     assert (pool.available_blocks, len(blocks)) == (6, 1)
     del blocks
-    assert pool.available_blocks == 6  # before the pool's step, and after it
+    assert pool.available_blocks == 6  # before the pool's step; 7 after it
     assert pool.flush() == 1
     assert pool.available_blocks == 7
 
@@ -73,7 +73,7 @@ def test_block_pool_blocking(pool):
     block = immutable_blocks.pop()
     assert (block.state, block.sequence_hash) == ("Registered", EXPECTED_SEQUENCE_HASH)
 
-    # Dropped, it stays in the pool, inactive, until it is matched or evicted; no flush() is needed to match it.
+    # After the drop it stays inactive in the pool until it is matched or evicted; a match needs no flush().
     del block
     (matched,) = pool.match_sequence_hashes_blocking([EXPECTED_SEQUENCE_HASH])
     assert matched.sequence_hash == EXPECTED_SEQUENCE_HASH

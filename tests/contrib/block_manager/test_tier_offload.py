@@ -43,7 +43,7 @@ def test_a_queued_block_is_copied_at_flush_with_its_payload():
     assert Flushed(2, 0, 0, 0, 0) == manager.flush()
 
 
-def test_a_block_that_was_evicted_from_the_device_comes_back_from_the_host():
+def test_a_block_evicted_from_the_device_can_be_onboarded_from_the_host():
     manager = make_manager(device=2)
     device, host = manager.device(), manager.host()
     contents = chain(2)
@@ -66,25 +66,25 @@ def test_a_block_that_was_evicted_from_the_device_comes_back_from_the_host():
     ("priorities", "copied"),
     [([0, 0, 0], [0, 1]), ([0, 1, 2], [2, 1]), ([5, 0, 5], [0, 2]), ([0, 9, 0], [1, 0])],
 )
-def test_the_highest_priority_is_copied_first_and_copies_without_room_are_dropped(priorities, copied):
+def test_offload_copies_the_highest_priority_first_and_drops_copies_without_room(priorities, copied):
     manager = make_manager(host=2)
     with registered(manager.device(), ROOTS[:3]) as held:
         for block, priority in zip(held, priorities, strict=True):
             manager.offload(block, priority)
         assert Flushed(0, 2, 0, 0, 1) == manager.flush()
         assert hashes([ROOTS[number] for number in copied]) == manager.host().registered_hashes()
-        # The request that had no room is not tried again.
+        # The request without room is not retried.
         assert Flushed(0, 0, 0, 0, 0) == manager.flush()
 
 
-def test_blocks_on_the_host_or_lost_by_the_device_are_not_copied():
+def test_blocks_already_on_the_host_or_evicted_from_the_device_are_not_copied():
     manager = make_manager(device=2)
     cache(manager.host(), ROOTS[:1])
     with registered(manager.device(), ROOTS[:2]) as held:
         for block in held:
             manager.offload(block)
     manager.device().flush()
-    with manager.device().allocate_blocks_blocking(1):  # evicts the first
+    with manager.device().allocate_blocks_blocking(1):  # evicts the first block
         assert Flushed(0, 1, 1, 0, 0) == manager.flush()
     with manager.device().match_sequence_hashes_blocking(hashes(ROOTS[1:2])) as (again,):
         manager.offload(again)
@@ -93,7 +93,7 @@ def test_blocks_on_the_host_or_lost_by_the_device_are_not_copied():
     assert {*hashes(ROOTS[:2])} == {*manager.host().registered_hashes()}
 
 
-def test_a_queued_block_is_not_held():
+def test_a_queued_offload_does_not_hold_its_block():
     manager = make_manager(device=1)
     (block,) = registered(manager.device(), ROOTS[:1])
     manager.offload(block)
@@ -102,7 +102,7 @@ def test_a_queued_block_is_not_held():
     assert len(manager.device().allocate_blocks_blocking(1)) == 1
 
 
-def test_a_full_host_evicts_older_copies_and_not_those_of_the_same_flush():
+def test_a_full_host_evicts_older_copies_but_not_those_of_the_same_flush():
     manager = make_manager(host=2)
     for contents in (ROOTS[:2], ROOTS[2:5]):
         with registered(manager.device(), contents) as held:
@@ -120,7 +120,7 @@ def test_a_full_host_evicts_older_copies_and_not_those_of_the_same_flush():
     ],
     ids=["copied", "present"],
 )
-def test_a_block_that_is_queued_twice_lets_none_of_the_same_flush_be_evicted(on_host, queued, flushed):
+def test_a_block_queued_twice_does_not_evict_copies_of_the_same_flush(on_host, queued, flushed):
     manager = make_manager(host=len(on_host) or 2)
     cache(manager.host(), [ROOTS[number] for number in on_host])
     held = registered(manager.device(), ROOTS[: max(queued) + 1])
@@ -130,7 +130,7 @@ def test_a_block_that_is_queued_twice_lets_none_of_the_same_flush_be_evicted(on_
     assert hashes(ROOTS[: manager.host().total_blocks]) == manager.host().registered_hashes()
 
 
-def test_onboarding_is_all_or_none():
+def test_onboarding_is_all_or_nothing():
     manager = make_manager(device=2)
     held = registered(manager.host(), ROOTS[:3])
     with pytest.raises(NotEnoughBlocksAvailable, match="requested: 3, available: 2"):
@@ -139,7 +139,7 @@ def test_onboarding_is_all_or_none():
     assert manager.onboard([]) == []
 
 
-def test_any_iterable_of_blocks_is_onboarded():
+def test_onboard_accepts_any_iterable_of_blocks():
     manager = make_manager()
     held = registered(manager.host(), ROOTS[:3])
     assert hashes(ROOTS[:3]) == [block.sequence_hash for block in manager.onboard(iter(held))]
@@ -153,7 +153,7 @@ def test_blocks_on_the_device_are_returned_unchanged():
     assert manager.device().counts.active == 1
 
 
-def test_copies_are_published_a_tier_each():
+def test_copies_are_published_separately_for_each_tier():
     sink = CapturingSink()
     manager = make_manager(device=2, host=1, sink=sink)
     for content in ROOTS[:2]:
@@ -171,7 +171,7 @@ def test_copies_are_published_a_tier_each():
     ]
 
 
-def test_the_stream_of_both_tiers_is_judged_clean():
+def test_the_event_stream_of_both_tiers_has_no_problem():
     with RouterHarness(EngineProfile(block_size=4), backend=None) as kv:
         sink = kv.make_sink(chained=True, prefix_closed=False, num_blocks=3, tier_blocks={"host": 4})
         manager = make_manager(device=3, host=4, sink=sink)

@@ -28,7 +28,7 @@ def indices(handles):
 # -------------------------------------------------------------------------------------------------- allocation
 
 
-def test_blocks_are_allocated_all_or_none():
+def test_allocation_is_all_or_nothing():
     pool = make_pool(4)
     held = pool.allocate_blocks_blocking(3)
     with pytest.raises(NotEnoughBlocksAvailable) as error:
@@ -40,7 +40,7 @@ def test_blocks_are_allocated_all_or_none():
     assert indices(held) == [0, 1, 2]
 
 
-def test_blocks_that_are_returning_are_available_from_flush_on():
+def test_returned_blocks_become_available_at_flush():
     pool = make_pool(2)
     pool.allocate_blocks_blocking(2).close()
     with pytest.raises(NotEnoughBlocksAvailable) as error:
@@ -54,7 +54,7 @@ def test_blocks_that_are_returning_are_available_from_flush_on():
 
 
 @pytest.mark.parametrize("count", [-1, 1.0, "1", None, True])
-def test_a_count_is_an_integer(count):
+def test_an_allocation_count_must_be_a_non_negative_integer(count):
     pool = make_pool(2)
     with pytest.raises(ValueError) as error:
         pool.allocate_blocks_blocking(count)
@@ -66,7 +66,7 @@ def test_zero_blocks_can_be_allocated():
     assert make_pool(1).allocate_blocks_blocking(0) == []
 
 
-def test_reset_blocks_are_first_in_first_out():
+def test_reset_blocks_are_allocated_first_in_first_out():
     pool = make_pool(3)
     one, two, three = pool.allocate_blocks_blocking(3)
     for block in (two, three, one):
@@ -75,7 +75,7 @@ def test_reset_blocks_are_first_in_first_out():
     assert indices(pool.allocate_blocks_blocking(3)) == [1, 2, 0]
 
 
-def test_free_blocks_are_taken_before_any_is_evicted():
+def test_free_blocks_are_allocated_before_any_block_is_evicted():
     pool = make_pool(3)
     (content,) = chain(1)
     cache(pool, [content])  # block 0
@@ -90,7 +90,7 @@ def test_free_blocks_are_taken_before_any_is_evicted():
 
 
 def evicted_in_order(pool, contents):
-    """Allocate block by block, and name which of the contents is matched no more."""
+    """Allocate block by block, and return the contents that are no longer matched, in order."""
     left, order, held = {content.sequence_hash: number for number, content in enumerate(contents)}, [], []
     while pool.available_blocks:
         held += pool.allocate_blocks_blocking(1)
@@ -111,7 +111,7 @@ def evicted_in_order(pool, contents):
         ([2**32 - 1, 0, 0, 0], [0, 3, 2, 1], [3, 2, 1, 0]),
     ],
 )
-def test_the_lowest_priority_goes_first_then_what_was_returned_first(priorities, returned, order):
+def test_eviction_takes_the_lowest_priority_first_then_the_earliest_returned(priorities, returned, order):
     pool = make_pool(4)
     contents = chain(4)
     blocks = fill(pool, contents)
@@ -124,7 +124,7 @@ def test_the_lowest_priority_goes_first_then_what_was_returned_first(priorities,
     assert order == evicted_in_order(pool, contents)
 
 
-def test_a_match_takes_a_block_out_and_its_return_makes_it_the_last():
+def test_a_matched_block_moves_to_the_end_of_the_eviction_order_on_return():
     pool = make_pool(3)
     contents = [TokenBlock([number] * 4) for number in range(3)]
     cache(pool, contents)
@@ -133,7 +133,7 @@ def test_a_match_takes_a_block_out_and_its_return_makes_it_the_last():
     assert evicted_in_order(pool, contents) == [1, 2, 0]
 
 
-def test_a_priority_may_change_while_the_block_is_owned():
+def test_a_priority_can_change_while_the_block_is_owned():
     pool = make_pool(3)
     contents = [TokenBlock([number] * 4) for number in range(3)]
     cache(pool, contents)
@@ -150,7 +150,7 @@ def test_a_priority_may_change_while_the_block_is_owned():
     assert evicted_in_order(pool, contents) == [2, 1, 0]
 
 
-def test_an_evicted_block_starts_again():
+def test_an_evicted_block_is_reset():
     pool = make_pool(1)
     blocks = fill(pool, chain(1))
     blocks[0].metadata.priority = 7
@@ -178,7 +178,7 @@ def test_an_unregistered_block_loses_its_content_when_it_is_returned(fill_it):
     assert (block.state, block.payload) == ("Reset", b"")
 
 
-def test_an_unregistered_block_loses_its_priority_too():
+def test_an_unregistered_block_loses_its_priority_when_it_is_returned():
     pool = make_pool(1)
     with fill(pool, chain(1)) as (block,):
         block.metadata.priority = 7
@@ -188,7 +188,7 @@ def test_an_unregistered_block_loses_its_priority_too():
 
 
 def test_a_reset_block_keeps_its_priority_in_the_pool():
-    # The original resets what holds something when it is returned, and a Reset block holds nothing.
+    # Dynamo resets a block with contents on its return; a Reset block has none.
     pool = make_pool(1)
     with pool.allocate_blocks_blocking(1) as (block,):
         block.metadata.priority = 7
@@ -214,7 +214,7 @@ def test_registered_blocks_are_matched():
     assert (pool.flush(), pool.counts.inactive) == (3, 3)
 
 
-def test_a_second_copy_of_an_active_block_goes_back():
+def test_a_second_copy_of_an_active_block_is_returned_to_the_pool():
     pool = make_pool(4)
     (content,) = chain(1)
     held = register(pool, [content])
@@ -227,7 +227,7 @@ def test_a_second_copy_of_an_active_block_goes_back():
     assert indices(pool.allocate_blocks_blocking(3)) == [2, 3, 1]
 
 
-def test_a_second_copy_of_an_inactive_block_goes_back():
+def test_a_second_copy_of_an_inactive_block_is_returned_to_the_pool():
     pool = make_pool(2)
     (content,) = chain(1)
     cache(pool, [content])
@@ -236,7 +236,7 @@ def test_a_second_copy_of_an_inactive_block_goes_back():
     assert again.metadata.acquired_tick - 1 == 0  # it was not allocated again
 
 
-def test_two_copies_in_one_call_become_one():
+def test_two_copies_registered_in_one_call_become_one_block():
     pool = make_pool(2)
     (content,) = chain(1)
     held = register(pool, [content, content])
@@ -246,19 +246,19 @@ def test_two_copies_in_one_call_become_one():
     assert pool.counts.active == 1
 
 
-def test_a_block_on_its_way_back_is_waited_for():
+def test_a_match_waits_for_a_block_that_is_being_returned():
     pool = make_pool(3)
     contents = [TokenBlock([number] * 4) for number in range(3)]
     register(pool, contents).close()
     (found,) = pool.match_sequence_hashes_blocking([contents[1].sequence_hash])
-    # What was returned before it is in the pool, what was returned after it is not yet.
+    # Blocks returned before it are in the pool; blocks returned after it are not yet.
     assert (1, PoolCounts(3, 0, 1, 1, 1)) == (found.block_idx, pool.counts)
     assert found.metadata.returned_tick == 0
     (again,) = pool.match_sequence_hashes_blocking([contents[2].sequence_hash])
     assert (2, PoolCounts(3, 0, 1, 2, 0)) == (again.block_idx, pool.counts)
 
 
-def test_a_block_that_is_registered_again_while_it_returns_is_the_one_that_is_there():
+def test_registering_a_block_that_is_being_returned_reuses_it():
     pool = make_pool(2)
     (content,) = chain(1)
     register(pool, [content]).close()
@@ -269,7 +269,7 @@ def test_a_block_that_is_registered_again_while_it_returns_is_the_one_that_is_th
 @pytest.mark.parametrize(
     "step", [lambda block: None, lambda block: block.initialize_sequence()], ids=["Reset", "Partial"]
 )
-def test_a_block_that_is_not_complete_is_not_registered(step):
+def test_an_incomplete_block_cannot_be_registered(step):
     pool = make_pool(2)
     blocks = fill(pool, chain(1)) + pool.allocate_blocks_blocking(1)
     step(blocks[1])
@@ -307,7 +307,7 @@ def test_a_failed_registration_changes_nothing():
     ("asked", "found"),
     [([0, 1, 2], 3), ([0, 1, 2, 3], 3), ([0, 3, 1], 1), ([3, 0], 0), ([], 0), ([2, 1], 2)],
 )
-def test_the_longest_leading_run_is_matched(asked, found):
+def test_a_match_returns_the_longest_leading_run(asked, found):
     pool = make_pool(4)
     contents = chain(4)
     cache(pool, contents[:3])
@@ -316,7 +316,7 @@ def test_the_longest_leading_run_is_matched(asked, found):
     assert found == pool.counts.active
 
 
-def test_a_hash_that_is_asked_for_twice_is_matched_twice():
+def test_a_hash_that_is_requested_twice_is_matched_twice():
     pool = make_pool(1)
     (content,) = chain(1)
     cache(pool, [content])
@@ -325,7 +325,7 @@ def test_a_hash_that_is_asked_for_twice_is_matched_twice():
     assert (0, content.sequence_hash) == (pool.flush(), two.sequence_hash)
 
 
-def test_touching_makes_inactive_blocks_the_last():
+def test_touched_inactive_blocks_move_to_the_end_of_the_eviction_order():
     pool = make_pool(4)
     contents = [TokenBlock([number] * 4) for number in range(4)]
     cache(pool, contents)
@@ -340,7 +340,7 @@ def test_touching_makes_inactive_blocks_the_last():
 # ----------------------------------------------------------------------------------------------- awaited, closed
 
 
-def test_requests_are_awaited_or_not():
+def test_awaited_and_blocking_requests_give_the_same_result():
     async def cycle(pool, contents):
         blocks = await pool.allocate_blocks(len(contents))
         for block, content in zip(blocks, contents, strict=True):
@@ -370,7 +370,7 @@ REQUESTS = {
 
 @pytest.mark.parametrize("request_name", REQUESTS)
 @pytest.mark.parametrize("stop", ["close", "with", "token"])
-def test_a_closed_manager_answers_no_request(stop, request_name):
+def test_a_closed_manager_refuses_every_request(stop, request_name):
     manager = make_manager()
     pool = manager.device()
     held = register(pool, chain(1))
@@ -388,12 +388,12 @@ def test_a_closed_manager_answers_no_request(stop, request_name):
         f"Progress engine shutdown: {request_name} on the device pool of worker 1337, whose manager was closed or its "
         "cancellation token cancelled"
     )
-    held.close()  # to no effect
-    manager.close()  # nor this
+    held.close()  # without effect
+    manager.close()  # also without effect
 
 
 @pytest.mark.parametrize("is_child", [False, True])
-def test_a_manager_is_not_made_with_a_token_that_is_cancelled(is_child):
+def test_a_manager_cannot_be_created_with_a_cancelled_token(is_child):
     token = CancellationToken()
     config = make_manager(cancellation_token=token.child_token() if is_child else token).config
     token.cancel()
@@ -408,8 +408,8 @@ def test_a_manager_is_not_made_with_a_token_that_is_cancelled(is_child):
     assert fabric.workers == []
 
 
-def test_managers_that_share_a_token_stop_together():
-    # As in 0.2.1, where the manager owns the token of its configuration, and cancels it when it is dropped.
+def test_managers_that_share_a_token_are_closed_together():
+    # As in 0.2.1, whose manager owns the token of its configuration, and cancels it when it is dropped.
     first = make_manager(1)
     token = first.config.runtime.cancellation_token
     second, third = make_manager(2, cancellation_token=token), make_manager(3)
@@ -418,7 +418,7 @@ def test_managers_that_share_a_token_stop_together():
     assert third.device().allocate_blocks_blocking(1)
 
 
-def test_a_block_of_a_number_out_of_range_is_none():
+def test_a_block_index_out_of_range_is_refused():
     pool = make_pool(2)
     with pytest.raises(IndexError) as error:
         pool.block(2)
@@ -426,7 +426,7 @@ def test_a_block_of_a_number_out_of_range_is_none():
     assert pool.block(1).index == 1
 
 
-def test_a_manager_and_its_pools_say_what_they_are():
+def test_the_reprs_of_a_manager_and_its_pools_show_their_sizes():
     manager = make_manager()
     assert repr(manager) == "<KvBlockManager of worker 1337: host 16 blocks, device 8 blocks>"
     assert repr(manager.host()).startswith("<TierPool host of worker 1337: PoolCounts(total=16, free=16, ")
@@ -439,7 +439,7 @@ def test_a_manager_and_its_pools_say_what_they_are():
     ("device", "host", "sets"),
     [(8, 16, [("host", 1), ("device", 2)]), (8, None, [("device", 1)]), (None, 16, [("host", 1)]), (None, None, [])],
 )
-def test_pools_are_those_of_the_layouts(device, host, sets):
+def test_a_manager_has_a_pool_for_each_layout(device, host, sets):
     manager = make_manager(device=device, host=host)
     assert sets == [(pool.block_set.name, pool.block_set.block_set_idx) for pool in manager.pools]
     assert device == (manager.device() and manager.device().total_blocks)
@@ -447,7 +447,7 @@ def test_pools_are_those_of_the_layouts(device, host, sets):
     assert isinstance(manager, KvBlockManager)
 
 
-def test_touching_waits_for_a_block_on_its_way_back():
+def test_touching_waits_for_a_block_that_is_being_returned():
     pool = make_pool(3)
     contents = [TokenBlock([number] * 4) for number in range(3)]
     register(pool, contents).close()
@@ -459,11 +459,11 @@ def test_touching_waits_for_a_block_on_its_way_back():
 
 @pytest.mark.parametrize("request_name", ["match_sequence_hashes", "touch_blocks"])
 @pytest.mark.parametrize("wrong", [chain(1)[0], "5", 5.5, True, -1, 2**64, [5], None], ids=repr)
-def test_a_value_that_is_not_a_sequence_hash_is_refused_and_not_a_block_that_is_missing(request_name, wrong):
+def test_an_invalid_sequence_hash_is_refused_and_not_treated_as_a_miss(request_name, wrong):
     pool = make_pool(4)
     contents = chain(3)
     cache(pool, contents)
-    pool.match_sequence_hashes_blocking(hashes(contents[:1])).close()  # returning, and to stay so
+    pool.match_sequence_hashes_blocking(hashes(contents[:1])).close()  # it is returning, and must stay so
     before = pool.counts, [pool.block(index).returned_tick for index in range(4)]
     with pytest.raises(ValueError) as error:
         getattr(pool, f"{request_name}_blocking")([*hashes(contents[:2]), wrong])
@@ -472,15 +472,15 @@ def test_a_value_that_is_not_a_sequence_hash_is_refused_and_not_a_block_that_is_
     assert before == (pool.counts, [pool.block(index).returned_tick for index in range(4)])
 
 
-def test_hashes_after_the_run_are_not_looked_at():
+def test_hashes_behind_the_matched_run_are_not_checked():
     pool = make_pool(4)
     cache(pool, chain(1))
     assert indices(pool.match_sequence_hashes_blocking([*hashes(chain(1)), 5, "x"])) == [0]
 
 
 @pytest.mark.parametrize("moment", range(8))
-def test_a_handle_that_is_dropped_while_the_pool_takes_blocks_back_is_not_lost(moment):
-    """The garbage collector drops handles of reference cycles at any moment, within `flush()` too."""
+def test_a_handle_collected_during_a_flush_does_not_lose_its_block(moment):
+    """The garbage collector drops handles of reference cycles at any moment, also within `flush()`."""
     pool = make_pool(4)
     dropped = [pool.allocate_blocks_blocking(2)]
     pool.allocate_blocks_blocking(2).close()

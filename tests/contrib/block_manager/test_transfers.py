@@ -1,4 +1,4 @@
-"""Puts and gets between managers of one fabric: what travels, what is refused, and that a refusal changes nothing."""
+"""Puts and gets between managers of one fabric: transferred payloads, and refusals, which change nothing."""
 
 import asyncio
 
@@ -42,14 +42,14 @@ def fabric():
 
 @pytest.fixture
 def managers(fabric):
-    """Workers 0, 1 and 2, each with the block sets of the others."""
+    """Return workers 0, 1 and 2, each with the block sets of the others."""
     made = [manager_in(fabric, worker_id) for worker_id in range(3)]
     fabric.exchange_blocksets()
     return made
 
 
 def host_blocks(manager, count=2, payload=b""):
-    """Mutable blocks of the host; those with a payload each have one of their own."""
+    """Return mutable blocks of the host; with `payload`, each has its own."""
     blocks = manager.host().allocate_blocks_blocking(count)
     for number, block in enumerate(blocks):
         block.payload = payload + bytes([number]) if payload else b""
@@ -103,7 +103,7 @@ def test_registered_blocks_are_put_and_read(managers):
     assert payloads(back) == [b"two", b"one"]
 
 
-def test_state_tokens_and_hashes_stay_where_they_are(managers):
+def test_a_transfer_does_not_copy_state_tokens_or_hashes(managers):
     mine = fill(managers[0].host(), chain(1))
     mine[0].payload = b"kv"
     theirs = host_blocks(managers[1], 1)
@@ -114,7 +114,7 @@ def test_state_tokens_and_hashes_stay_where_they_are(managers):
     assert (mine[0].sequence_hash, b"kv") == (found.sequence_hash, found.payload)
 
 
-def test_a_put_between_ones_own_pools_does_not_use_the_fabric(fabric, managers):
+def test_a_put_between_pools_of_one_manager_does_not_use_the_fabric(fabric, managers):
     mine = host_blocks(managers[0], 2, b"kv")
     device = managers[0].device().allocate_blocks_blocking(2)
     TransferRequestPut(mine, device).execute()
@@ -127,14 +127,14 @@ def test_a_manager_without_fabric_puts_between_its_own_blocks():
     assert other.payload == b"kv\0"
 
 
-def test_a_source_may_be_there_twice(managers):
+def test_a_source_block_can_occur_twice_in_a_request(managers):
     (mine,) = host_blocks(managers[0], 1, b"kv")
     theirs = host_blocks(managers[1], 2)
     TransferRequestPut([mine, mine], remote(managers[0], theirs)).execute()
     assert payloads(theirs) == [b"kv\0"] * 2
 
 
-def test_one_request_reaches_several_workers(fabric, managers):
+def test_one_transfer_request_can_reach_several_workers(fabric, managers):
     mine = host_blocks(managers[0], 3, b"kv")
     theirs = [host_blocks(managers[1], 1), host_blocks(managers[2], 2)]
     TransferRequestPut(mine, [block for blocks in theirs for block in remote(managers[0], blocks)]).execute()
@@ -142,7 +142,7 @@ def test_one_request_reaches_several_workers(fabric, managers):
     assert fabric.transfers == [("put", 0, 1, 1, 3), ("put", 0, 2, 2, 6)]
 
 
-def test_a_whole_block_travels_through_three_workers(managers):
+def test_a_full_payload_is_transferred_through_three_workers(managers):
     whole = bytes(range(256)) + bytes(BLOCK_BYTES - 256)
     blocks = [host_blocks(manager, 1) for manager in managers]
     blocks[0][0].payload = whole
@@ -153,13 +153,13 @@ def test_a_whole_block_travels_through_three_workers(managers):
     assert whole == blocks[0][0].payload
 
 
-def test_a_request_keeps_the_lists_from_its_creation(managers):
+def test_a_transfer_request_keeps_copies_of_its_lists(managers):
     mine, theirs = host_blocks(managers[0], 2, b"kv"), host_blocks(managers[1])
     sources, destinations = list(mine), remote(managers[0], theirs)
     request = TransferRequestPut(iter(sources), iter(destinations))
     sources.clear()
     destinations.pop()
-    mine[0].payload = b"later"  # what is in the blocks is that of the moment at which it is executed
+    mine[0].payload = b"later"  # the request transfers the payloads at the time of its execution
     request.execute()
     assert payloads(theirs) == [b"later", b"kv\1"]
 
@@ -175,7 +175,7 @@ def test_a_request_keeps_the_lists_from_its_creation(managers):
         (0, 0, TransferError, "Sources cannot be empty"),
     ],
 )
-def test_counts_that_differ_and_empty_lists_are_refused(managers, sources, destinations, error, message):
+def test_different_counts_and_empty_lists_are_refused(managers, sources, destinations, error, message):
     mine, theirs = host_blocks(managers[0]), host_blocks(managers[1])
     for make in (
         lambda: TransferRequestPut(mine[:sources], remote(managers[0], theirs)[:destinations]),
@@ -187,13 +187,13 @@ def test_counts_that_differ_and_empty_lists_are_refused(managers, sources, desti
         assert str(raised.value) == message
 
 
-def test_a_count_mismatch_has_both_counts(managers):
+def test_a_count_mismatch_error_has_both_counts(managers):
     with pytest.raises(CountMismatch) as raised:
         TransferRequestPut(host_blocks(managers[0], 3), host_blocks(managers[0], 1))
     assert (raised.value.sources, raised.value.destinations) == (3, 1)
 
 
-def test_a_destination_twice_is_refused(managers):
+def test_a_duplicate_destination_is_refused(managers):
     mine, theirs = host_blocks(managers[0], 2, b"kv"), host_blocks(managers[1], 1)
     blocks = remote(managers[0], theirs) + remote(managers[0], theirs)
     local = managers[0].device().allocate_blocks_blocking(1)
@@ -209,7 +209,7 @@ def test_a_destination_twice_is_refused(managers):
     assert (payloads(theirs), payloads(local), payloads(mine)) == ([b""], [b""], [b"kv\0", b"kv\1"])
 
 
-def test_a_source_that_meets_a_destination_is_refused(managers):
+def test_a_block_that_is_both_source_and_destination_is_refused(managers):
     mine = host_blocks(managers[0], 3, b"kv")
     theirs = remote(managers[1], mine)  # the same blocks, as worker 1 sees them
     for request, more in (
@@ -263,7 +263,7 @@ def test_blocks_of_the_wrong_kind_are_refused(managers):
         assert str(raised.value).startswith(f"Incompatible block types provided: {what}, got ")
 
 
-def test_a_request_is_executed_once(fabric, managers):
+def test_a_transfer_request_can_be_executed_only_once(fabric, managers):
     mine, theirs = host_blocks(managers[0], 1, b"kv"), host_blocks(managers[1], 1)
     request = TransferRequestPut(mine, remote(managers[0], theirs))
     request.execute()
@@ -318,7 +318,7 @@ def test_blocks_of_another_worker_are_refused(managers):
     assert [payloads(each) for each in blocks] == [[b"kv\0"]] * 3
 
 
-def test_blocks_of_two_sizes_are_refused(fabric):
+def test_blocks_of_different_sizes_are_refused(fabric):
     small = manager_in(fabric, 0)
     large = manager_in(fabric, 1, KvManagerModelConfig(num_layers=4, page_size=PAGE, inner_dim=16))
     fabric.exchange_blocksets()
@@ -335,7 +335,7 @@ def test_blocks_of_two_sizes_are_refused(fabric):
 # ----------------------------------------------------------------------------------------- stale, closed, cut off
 
 
-def test_a_block_that_was_given_back_is_found(fabric, managers):
+def test_a_descriptor_of_a_returned_block_is_stale(fabric, managers):
     mine, theirs = host_blocks(managers[0], 2, b"kv"), host_blocks(managers[1])
     blocks = remote(managers[0], theirs)
     theirs[1].close()
@@ -347,10 +347,10 @@ def test_a_block_that_was_given_back_is_found(fabric, managers):
         "(generation 1, not 0)"
     )
     assert (raised.value.worker_id, raised.value.block_set_idx, raised.value.block_idx) == (1, 1, 1)
-    assert (theirs[0].payload, fabric.transfers) == (b"", [])  # nor was the other one written
+    assert (theirs[0].payload, fabric.transfers) == (b"", [])  # the other block was not written either
 
 
-def test_a_block_with_another_owner_is_found(managers):
+def test_a_descriptor_of_a_block_with_a_new_owner_is_stale(managers):
     theirs = host_blocks(managers[1], 16)
     blocks = remote(managers[0], theirs)
     theirs.close()
@@ -361,7 +361,7 @@ def test_a_block_with_another_owner_is_found(managers):
     assert set(payloads(owned)) == {b""}
 
 
-def test_an_evicted_block_is_found_and_one_that_is_only_inactive_is_read(managers):
+def test_a_descriptor_is_stale_for_an_evicted_block_but_not_for_an_inactive_one(managers):
     pool = managers[1].host()
     filled = fill(pool, chain(1))
     filled[0].payload = b"kv"
@@ -377,7 +377,7 @@ def test_an_evicted_block_is_found_and_one_that_is_only_inactive_is_read(manager
     assert payloads(mine) == [b"kv"]
 
 
-def test_a_block_that_was_registered_is_read_and_not_written(managers):
+def test_a_block_registered_since_its_description_can_be_read_but_not_written(managers):
     theirs = fill(managers[1].host(), chain(1))
     theirs[0].payload = b"kv"
     blocks = remote(managers[0], theirs)
@@ -390,7 +390,7 @@ def test_a_block_that_was_registered_is_read_and_not_written(managers):
     assert payloads(mine) == [b"kv"]
 
 
-def test_a_set_that_says_more_than_there_is_is_found(fabric):
+def test_a_block_set_with_nonexistent_blocks_gives_stale_descriptors(fabric):
     mine, other = manager_in(fabric, 0), manager_in(fabric, 1)
     honest = other.export_local_blockset()
     big = type(honest.block_sets[1])("dram", 99, 3, PAGE, 16)
@@ -426,7 +426,7 @@ def test_a_closed_manager_transfers_nothing(managers):
     assert payloads(theirs) == [b""]
 
 
-def test_a_remote_block_is_looked_up_by_an_open_manager_only(managers):
+def test_a_closed_manager_cannot_look_up_remote_blocks(managers):
     theirs = host_blocks(managers[1], 1, b"kv")
     (block,) = remote(managers[0], theirs)
     assert [look_up().payload for look_up in (block.block_to_read, block.block_to_write)] == [b"kv\0"] * 2
@@ -438,7 +438,7 @@ def test_a_remote_block_is_looked_up_by_an_open_manager_only(managers):
             look_up()
 
 
-def test_blocks_of_a_closed_manager_are_not_blocks_of_its_successor(fabric, managers):
+def test_blocks_of_a_closed_manager_cannot_be_transferred_by_its_successor(fabric, managers):
     former, theirs = host_blocks(managers[0], 2, b"old"), host_blocks(managers[1], 1, b"kv")
     managers[0].close()
     again = manager_in(fabric, 0)
@@ -456,7 +456,7 @@ def test_blocks_of_a_closed_manager_are_not_blocks_of_its_successor(fabric, mana
     assert fabric.transfers == []
 
 
-def test_managers_of_one_worker_id_without_a_fabric_are_two():
+def test_blocks_of_two_managers_with_the_same_worker_id_are_distinguished():
     one, other = make_manager(7), make_manager(7)
     mine, theirs = host_blocks(one, 2, b"kv"), host_blocks(other, 2)
     for targets in (theirs, [mine[1], theirs[0]]):
@@ -470,7 +470,7 @@ def test_managers_of_one_worker_id_without_a_fabric_are_two():
     assert payloads(theirs) == [b"", b""]
 
 
-def test_a_get_takes_no_block_of_another_manager_of_the_same_worker_id(managers):
+def test_a_get_refuses_blocks_of_another_manager_with_the_same_worker_id(managers):
     stranger = make_manager(0)
     theirs, mine = host_blocks(managers[1], 2, b"kv"), host_blocks(managers[0], 1)
     with pytest.raises(
@@ -480,7 +480,7 @@ def test_a_get_takes_no_block_of_another_manager_of_the_same_worker_id(managers)
     assert payloads(mine) == [b""]
 
 
-def test_a_worker_that_was_closed_is_not_reached(fabric, managers):
+def test_a_closed_worker_is_unreachable(fabric, managers):
     mine, theirs = host_blocks(managers[0], 1, b"kv"), host_blocks(managers[1], 1)
     put = TransferRequestPut(mine, remote(managers[0], theirs))
     managers[1].close()
@@ -500,7 +500,7 @@ def test_workers_that_share_a_token_are_closed_together(fabric):
     assert fabric.workers == [2]
 
 
-def test_a_worker_that_was_restarted_is_not_mistaken_for_the_former(fabric, managers):
+def test_block_sets_imported_before_a_restart_do_not_reach_the_restarted_worker(fabric, managers):
     theirs = host_blocks(managers[1], 1)
     blocks = remote(managers[0], theirs)
     managers[1].close()
@@ -512,12 +512,12 @@ def test_a_worker_that_was_restarted_is_not_mistaken_for_the_former(fabric, mana
         TransferRequestPut(host_blocks(managers[0], 1, b"kv"), blocks).execute()
     assert payloads(owned) == [b""]
     newcomer = manager_in(fabric, 3)
-    fabric.exchange_blocksets()  # what is imported already stays, as the original cannot update it
+    fabric.exchange_blocksets()  # already imported sets stay, because Dynamo cannot update them
     TransferRequestPut(host_blocks(newcomer, 1, b"kv"), remote(newcomer, owned)).execute()
     assert payloads(owned) == [b"kv\0"]
 
 
-def test_a_cut_link_is_named_and_restored(fabric, managers):
+def test_a_cut_link_is_named_in_the_error_and_can_be_restored(fabric, managers):
     mine, theirs = host_blocks(managers[0], 1, b"kv"), host_blocks(managers[1], 1)
     blocks = remote(managers[0], theirs)
     fabric.cut_link(1, 0)
@@ -535,7 +535,7 @@ def test_a_cut_link_is_named_and_restored(fabric, managers):
     assert payloads(theirs) == [b"kv\0"]
 
 
-def test_a_request_that_was_refused_may_be_executed_later(fabric, managers):
+def test_a_refused_request_can_be_executed_later(fabric, managers):
     mine, theirs = host_blocks(managers[0], 1, b"kv"), host_blocks(managers[1], 1)
     request = TransferRequestPut(mine, remote(managers[0], theirs))
     with fabric.cut_link(0, 1), pytest.raises(WorkerUnreachable):
@@ -544,7 +544,7 @@ def test_a_request_that_was_refused_may_be_executed_later(fabric, managers):
     assert payloads(theirs) == [b"kv\0"]
 
 
-def test_a_link_that_was_restored_within_its_with_stays_so(fabric, managers):
+def test_a_link_restored_inside_its_with_block_stays_restored(fabric, managers):
     with fabric.cut_link(0, 1):
         assert repr(fabric) == "<Fabric of workers [0, 1, 2]: 0-1 cut>"
         fabric.restore_link(0, 1)
@@ -571,7 +571,7 @@ def test_unknown_links_are_refused(fabric, managers, step, workers, message):
     assert str(raised.value) == message
 
 
-def test_managers_without_a_fabric_or_of_two_do_not_reach_each_other(fabric):
+def test_managers_without_a_common_fabric_cannot_reach_each_other(fabric):
     here, alone, elsewhere = manager_in(fabric, 0), manager_in(None, 1), manager_in(Fabric(), 2)
     for manager, other, why in (
         (here, alone, "it is not in the same fabric"),
@@ -585,18 +585,18 @@ def test_managers_without_a_fabric_or_of_two_do_not_reach_each_other(fabric):
         assert str(raised.value) == f"worker {manager.worker_id()} does not reach worker {other.worker_id()}: {why}"
 
 
-def test_two_open_managers_of_one_worker_id_are_refused(fabric, managers):
+def test_two_open_managers_with_one_worker_id_are_refused(fabric, managers):
     with pytest.raises(ValueError, match=r"^worker 1 is in the fabric already; close its manager, or take another"):
         manager_in(fabric, 1)
     assert fabric.workers == [0, 1, 2]
 
 
-def test_a_fabric_is_a_fabric():
+def test_a_fabric_of_another_type_is_refused():
     with pytest.raises(TypeError, match=r"^KvBlockManager: fabric must be a Fabric or None, got 'fabric'$"):
         manager_in("fabric", 1)
 
 
-def test_block_sets_are_exchanged_once(fabric, managers):
+def test_a_second_exchange_of_block_sets_is_harmless(fabric, managers):
     manager_in(fabric, 3)
     fabric.exchange_blocksets()
     fabric.exchange_blocksets()
@@ -614,7 +614,7 @@ def test_a_manager_without_nixl_is_left_out_of_the_exchange(fabric):
             remote(manager, host_blocks(other, 1))
 
 
-def test_awaited_blocks_are_put(managers):
+def test_blocks_from_awaited_allocations_can_be_put(managers):
     async def run():
         mine, theirs = [await manager.host().allocate_blocks(1) for manager in managers[:2]]
         mine[0].payload = b"kv"

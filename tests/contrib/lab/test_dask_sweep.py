@@ -1,16 +1,16 @@
-"""A sweep on a Dask cluster of two processes: the same figures as in this process."""
+"""A sweep on a Dask cluster of two processes gives the same figures as in this process."""
 
 import pytest
 
 distributed = pytest.importorskip("distributed", reason="needs dask[distributed] (extra dask)")
 
-from pytest_kvmock.contrib.lab import sweep  # noqa: E402 - after it is known that Dask is here
+from pytest_kvmock.contrib.lab import sweep  # noqa: E402 - after the check that Dask is installed
 from pytest_kvmock.fleets import synthetic_trace  # noqa: E402
 
 TRACES = {"chats": list(synthetic_trace(20, seed=1, input_tokens=(100, 900), output_tokens=(5, 20)))}
 
 
-def test_a_cluster_gives_the_same():
+def test_a_sweep_on_a_dask_cluster_gives_the_same_result():
     backends, routers = ["lineage", "vllm"], ["round_robin", "most_cached"]
     with (
         distributed.LocalCluster(

@@ -1,4 +1,4 @@
-"""`kv_engine`, `kv_harness.engine`, `kvmock(engine={...})` and the scheduler matrix, as a user's tests have them."""
+"""`kv_engine`, `kv_harness.engine`, `kvmock(engine={...})` and the scheduler matrix, as in a user's tests."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ MATRIX = f"{MARK}\n"
 # ---------------------------------------------------------------------------------------------------- fixtures
 
 
-def test_engines_pull_in_the_backend_matrix(ids):
+def test_tests_with_kv_engine_run_over_the_backend_matrix(ids):
     assert [f"{test}[{name}]" for test in ("test_one", "test_more") for name in BACKENDS] == ids(
         "def test_one(kv_engine): pass\ndef test_more(kv_harness): pass"
     )
 
 
-def test_the_engine_is_that_of_worker_0_and_the_next_ones_of_the_next_workers(nested):
+def test_kv_engine_drives_worker_0_and_further_engines_the_next_workers(nested):
     result = nested(
         """
         def test(kv_engine, kv_harness, kv_worker, kv_manager, kv_backend, kv_prompt):
@@ -61,7 +61,7 @@ def test_the_engine_is_that_of_worker_0_and_the_next_ones_of_the_next_workers(ne
     result.assert_outcomes(passed=3)
 
 
-def test_engines_of_any_engine(nested):
+def test_kv_engine_serves_requests_over_every_backend(nested):
     result = nested(
         """
         @pytest.mark.kv_backends("hash_cache", "vllm", "vllm_0_19", "sglang")
@@ -88,7 +88,7 @@ def test_open_requests_of_an_engine_are_reported_as_leaks(nested, args):
     result.stdout.fnmatch_lines(["*leaked_requests*"])
 
 
-def test_an_engine_that_is_closed_leaks_nothing(nested):
+def test_a_closed_engine_has_no_leaked_requests(nested):
     result = nested(
         """
         def test(kv_engine):
@@ -106,7 +106,7 @@ def test_an_engine_that_is_closed_leaks_nothing(nested):
     result.assert_outcomes(passed=3)
 
 
-def test_an_engine_that_stalls_is_an_error_of_the_body(nested):
+def test_a_stalled_engine_raises_in_the_test_body(nested):
     result = nested(
         """
         from pytest_kvmock.fleets import EngineStalled
@@ -127,7 +127,7 @@ def test_an_engine_that_stalls_is_an_error_of_the_body(nested):
 # ---------------------------------------------------------------------------------------------------- kvmock(engine=)
 
 
-def test_fields_of_the_engine_are_merged_and_its_sizes_are_those_of_the_profile(nested):
+def test_engine_fields_of_markers_are_merged_and_set_the_profile_sizes(nested):
     result = nested(
         """
         pytestmark = pytest.mark.kvmock(engine={"num_gpu_blocks": 7, "max_num_seqs": 3, "block_size": 8})
@@ -190,7 +190,7 @@ CONTRADICTIONS = {
 
 
 @pytest.mark.parametrize("name", CONTRADICTIONS)
-def test_a_field_that_contradicts_the_profile_is_one_line(nested, name):
+def test_an_engine_field_that_contradicts_the_profile_is_a_one_line_error(nested, name):
     marker, ini, shown = CONTRADICTIONS[name]
     files = {"pytest.ini": f"[pytest]\n{ini}\n", "mine.yaml": "profiles:\n  mine:\n    num_blocks: 256\n"}
 
@@ -203,7 +203,7 @@ def test_a_field_that_contradicts_the_profile_is_one_line(nested, name):
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
-def test_a_field_that_says_what_the_profile_says_is_right(nested):
+def test_an_engine_field_that_agrees_with_the_profile_is_accepted(nested):
     source = "@pytest.mark.kvmock(num_blocks=9, engine={'num_gpu_blocks': 9})\ndef test(kv_engine): pass"
 
     nested(source).assert_outcomes(passed=3)
@@ -226,7 +226,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("fields", "message"), WRONG)
-def test_wrong_fields_are_a_collection_error(nested, fields, message):
+def test_invalid_engine_fields_are_a_collection_error(nested, fields, message):
     result = nested(f"@pytest.mark.kvmock(engine={fields})\ndef test(kv_engine): pass")
 
     result.assert_outcomes(errors=1)
@@ -234,7 +234,7 @@ def test_wrong_fields_are_a_collection_error(nested, fields, message):
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
-def test_each_wrong_field_has_its_line(nested):
+def test_each_invalid_engine_field_is_reported_on_its_own_line(nested):
     source = "@pytest.mark.kvmock(engine={'max_num_seqs': 0, 'block_sise': 4, 'dp_size': 2})\ndef test(kv_engine): pass"
 
     result = nested(source)
@@ -245,7 +245,7 @@ def test_each_wrong_field_has_its_line(nested):
     assert [line.split()[0] for line in expected_message] == ["max_num_seqs", "unknown"]
 
 
-def test_wrong_fields_of_a_testcase_are_one_line_at_setup(nested):
+def test_invalid_engine_fields_of_a_testcase_are_a_one_line_error_at_setup(nested):
     result = nested(
         """
         class T(unittest.TestCase):
@@ -261,7 +261,7 @@ def test_wrong_fields_of_a_testcase_are_one_line_at_setup(nested):
     result.stdout.no_fnmatch_line("*pytest_kvmock/plugin*")
 
 
-def test_an_engine_type_that_the_backend_has_not_is_one_line(nested):
+def test_an_engine_type_unknown_to_the_backend_is_a_one_line_error(nested):
     result = nested(
         "@pytest.mark.kvmock(engine={'engine_type': 'sglang'})\ndef test(kv_engine): pass", "--kv-backend=lru"
     )
@@ -271,7 +271,7 @@ def test_an_engine_type_that_the_backend_has_not_is_one_line(nested):
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
-def test_a_wrong_field_of_one_engine_more_leaves_all_as_it_was(nested):
+def test_an_invalid_field_of_an_additional_engine_adds_no_worker(nested):
     result = nested(
         """
         def test(kv_harness):
@@ -289,23 +289,23 @@ def test_a_wrong_field_of_one_engine_more_leaves_all_as_it_was(nested):
 # ---------------------------------------------------------------------------------------------------- the matrix
 
 
-def test_the_cases_are_those_of_dynamo_in_its_order():
+def test_the_scheduler_cases_are_those_of_dynamo_in_its_order():
     rows = [(case.shared, case.caching, case.chunked) for case in SCHEDULER_CASES]
     four = [(False, False), (False, True), (True, False), (True, True)]
     assert [(*row, False) for row in four] + [(*row, True) for row in four] == rows
     assert [case.id for case in SCHEDULER_CASES] == CASES
 
 
-def test_the_matrix_is_the_cases_over_the_backends(ids):
+def test_the_matrix_combines_all_cases_with_all_backends(ids):
     assert [f"test[{case}-{name}]" for case in CASES for name in BACKENDS] == ids(f"{MATRIX}{TAKES}: pass")
 
 
 @pytest.mark.parametrize("fixtures", ["kv_engine", "kv_harness", "kv_engine, kv_scheduler_case"])
-def test_a_test_takes_what_it_looks_at(ids, fixtures):
+def test_a_matrix_test_can_use_any_of_the_engine_fixtures(ids, fixtures):
     assert len(ids(f"{MATRIX}def test({fixtures}): pass")) == 8 * 3
 
 
-def test_a_class_or_a_module_may_have_the_marker(ids):
+def test_a_class_or_a_module_can_have_the_matrix_marker(ids):
     assert (
         len(
             ids(
@@ -318,7 +318,7 @@ def test_a_class_or_a_module_may_have_the_marker(ids):
     assert len(ids(f"pytestmark = pytest.mark.kv_scheduler_matrix\n{TAKES}: pass")) == 8 * 3
 
 
-def test_it_multiplies_with_parameters_which_come_first_in_the_id(ids):
+def test_the_matrix_multiplies_with_other_parameters_which_come_first_in_the_id(ids):
     found = ids(f"{MATRIX}@pytest.mark.parametrize('n', [1, 2])\ndef test(n, kv_engine): pass")
 
     assert [f"test[{n}-{case}-{name}]" for n in (1, 2) for case in CASES for name in BACKENDS] == found
@@ -336,17 +336,17 @@ def test_it_multiplies_with_parameters_which_come_first_in_the_id(ids):
     ],
     ids=["kv-backend", "k", "k not"],
 )  # fmt: skip
-def test_it_is_narrowed_as_any_matrix(ids, args, left):
+def test_the_scheduler_matrix_can_be_filtered_like_any_matrix(ids, args, left):
     assert left == ids(f"{MATRIX}{TAKES}: pass", *args)
 
 
-def test_where_no_backend_is_left_all_cases_are_deselected(nested):
+def test_all_cases_are_deselected_if_no_backend_is_left(nested):
     source = f"{MATRIX}@pytest.mark.kv_backends('lineage')\n{TAKES}: pass\ndef test_other(): pass"
 
     nested(source, "--kv-backend=lru").assert_outcomes(passed=1, deselected=8)
 
 
-def test_the_engine_is_that_of_the_case(nested):
+def test_kv_engine_has_the_arguments_of_the_scheduler_case(nested):
     result = nested(
         f"""
         {MARK}
@@ -368,7 +368,7 @@ def test_the_engine_is_that_of_the_case(nested):
     result.assert_outcomes(passed=24)
 
 
-def test_markers_lay_fields_over_the_case(nested):
+def test_marker_fields_override_those_of_the_scheduler_case(nested):
     result = nested(
         """
         pytestmark = [pytest.mark.kv_scheduler_matrix, pytest.mark.kv_backends("lru")]
@@ -387,7 +387,7 @@ def test_markers_lay_fields_over_the_case(nested):
     result.assert_outcomes(passed=16)
 
 
-def test_requests_depend_on_seed_and_test_and_on_nothing_else(nested):
+def test_scheduler_requests_depend_only_on_the_seed_and_the_test(nested):
     source = f"""
     {MARK}
     @pytest.mark.kv_backends("lru")
@@ -446,12 +446,12 @@ def run_users(nested, fault, *args, **options):
 
 
 @takes_long
-def test_a_sound_router_passes(nested):
+def test_a_correct_router_passes_the_scheduler_matrix(nested):
     run_users(nested, "", "-k", "lineage or (shared and cached and chunked)").assert_outcomes(passed=10, deselected=14)
 
 
 @takes_long
-def test_a_router_with_a_fault_fails_where_something_is_published(nested):
+def test_a_faulty_router_fails_only_in_cases_that_publish_events(nested):
     result = run_users(nested, "forgets a Removed", "-k", "lru and not multi_lru")
 
     result.assert_outcomes(passed=4, failed=4, deselected=16)
@@ -461,7 +461,7 @@ def test_a_router_with_a_fault_fails_where_something_is_published(nested):
 
 
 @takes_long
-def test_it_runs_the_same_under_xdist(nested):
+def test_the_scheduler_matrix_runs_under_xdist(nested):
     result = run_users(nested, "", "-k", "lru and not multi_lru and whole", "-n", "2", plugins=["xdist"])
 
     result.assert_outcomes(passed=4)
@@ -521,7 +521,7 @@ ERRORS = {
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_a_matrix_that_cannot_be_is_one_collection_error(nested, name):
+def test_an_invalid_matrix_is_one_collection_error(nested, name):
     source, message = ERRORS[name]
 
     result = nested(source)
@@ -535,7 +535,7 @@ CASE_ONLY = "kvmock: {} is for tests with @pytest.mark.kv_scheduler_matrix"
 
 
 @pytest.mark.parametrize("fixture", ["kv_scheduler_case", "kv_scheduler_requests"])
-def test_its_fixtures_without_the_marker_are_one_line(nested, fixture):
+def test_matrix_fixtures_without_the_marker_are_a_one_line_error(nested, fixture):
     result = nested(f"def test({fixture}): pass")
 
     result.assert_outcomes(errors=1)
@@ -550,7 +550,7 @@ ON_TESTCASE = (
 
 
 @pytest.mark.parametrize("fixture", ["kv_engine", "kv_harness", None])
-def test_the_matrix_on_a_testcase_is_one_line(nested, fixture):
+def test_the_matrix_marker_on_a_testcase_is_a_one_line_error(nested, fixture):
     takes = f"@pytest.fixture(autouse=True)\n            def _kv(self, {fixture}): pass" if fixture else "pass"
     result = nested(
         f"""
@@ -567,7 +567,7 @@ def test_the_matrix_on_a_testcase_is_one_line(nested, fixture):
     result.stdout.no_fnmatch_line("*pytest_kvmock/*:*")
 
 
-def test_the_matrix_on_a_testcase_that_is_skipped_is_nothing(nested):
+def test_the_matrix_marker_on_a_skipped_testcase_has_no_effect(nested):
     result = nested(
         f"""
         {MARK}
@@ -581,7 +581,7 @@ def test_the_matrix_on_a_testcase_that_is_skipped_is_nothing(nested):
 
 
 @pytest.mark.parametrize("fixture", ["kv_engine", "kv_harness", ""])
-def test_a_marker_that_comes_late_is_one_line(nested, fixture):
+def test_a_matrix_marker_added_after_collection_is_a_one_line_error(nested, fixture):
     files = {
         "conftest.py": """
         import pytest
@@ -599,7 +599,7 @@ def test_a_marker_that_comes_late_is_one_line(nested, fixture):
     )
 
 
-def test_a_pytest_generate_tests_over_the_case_is_one_line(nested):
+def test_parametrizing_kv_scheduler_case_is_a_one_line_error(nested):
     generate = """
     def pytest_generate_tests(metafunc):
         metafunc.parametrize("kv_scheduler_case", [1])

@@ -1,4 +1,4 @@
-"""The scheduler matrix on our own engines, and the tests that stand beside it in Dynamo."""
+"""The scheduler matrix on our engines, and the tests that accompany it in Dynamo."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from pytest_kvmock.contrib.lab.scheduler_cases import SchedulerCase, make_schedu
 from pytest_kvmock.engines import MockEngineArgs
 
 ENGINES_OWN = ("wrong_hash", "evicted_and_restored")
-"""Warnings of what multi_lru does, which may evict a block before its children."""
+"""The warnings caused by multi_lru, which may evict a block before its children."""
 
 COUNT = 200 if DEEP else 80
-"""Of the requests of a case: 80 are more than fit in the cache. examples/scheduler_matrix serves all in any run."""
+"""The number of served requests of a case: 80 do not fit in the cache. examples/scheduler_matrix serves all of them."""
 
 
 @pytest.mark.kv_scheduler_matrix
@@ -31,7 +31,7 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
     assert metrics.total_blocks == 500
     assert kv_engine.is_idle
     kv_harness.assert_no_event_errors()
-    # Where nothing is published, what the manager would publish is judged all the same.
+    # Without publishing, the events that the manager would publish are still judged.
     judged = kv_harness.inside.streams[0, 0].events
     assert {Stored, Removed} == {type(event.event.data) for event in judged}
     reused = sum(request.cached_tokens for request in report.requests)
@@ -39,7 +39,7 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
         assert reused == 0
         assert kv_harness.overlap(kv_scheduler_requests[-1].prompt) == {}
     else:
-        assert (reused > COUNT // 2 * 448) == kv_scheduler_case.shared  # of 500 shared tokens, 7 blocks
+        assert (reused > COUNT // 2 * 448) == kv_scheduler_case.shared  # 7 blocks of the 500 shared tokens
 
 
 @pytest.mark.parametrize(
@@ -51,11 +51,11 @@ def test_token_generation_patterns(kv_engine, kv_scheduler_case, kv_scheduler_re
         ("hash_cache", {Stored, Removed}),
         ("vllm", set()),
         ("vllm_0_19", set()),
-        ("sglang", {Cleared}),  # as its cache starts
+        ("sglang", {Cleared}),  # when its cache starts
         ("mocker_sglang_1_6", set()),
     ],
 )
-def test_what_each_manager_would_publish_without_caching(backend, published):
+def test_without_prefix_caching_unpublished_events_differ_by_manager(backend, published):
     case = SchedulerCase(shared=True, caching=False, chunked=False)
     engine = {"num_gpu_blocks": 500, "block_size": 64, "enable_prefix_caching": False, **case.engine}
     with RouterHarness(backend=backend, engine=engine, judge_unpublished=True) as kv:
@@ -73,7 +73,7 @@ def test_what_each_manager_would_publish_without_caching(backend, published):
 
 
 @pytest.mark.kvmock(engine={"num_gpu_blocks": 500, "block_size": 64, "speedup_ratio": 1000.0}, event_warnings="fail")
-def test_requests_complete_and_are_stored(kv_engine, kv_harness, kv_events):
+def test_engine_requests_complete_and_store_their_blocks(kv_engine, kv_harness, kv_events):
     for start in range(5):
         kv_engine.submit(range(start * 1000, start * 1000 + 200), 20)
     kv_engine.run()
@@ -109,7 +109,7 @@ def test_ten_identical_prompts_complete(kv_engine):
     assert kv_engine.metrics.active_blocks == 0
 
 
-def test_more_of_one_token_than_there_is_room_for(kv_harness):
+def test_eight_requests_of_one_repeated_token_complete_on_six_blocks(kv_harness):
     args = MockEngineArgs(num_gpu_blocks=6, block_size=2, semantics="1.2.1")
     with MockEngine(args, backend=kv_harness.backend) as engine:
         for _ in range(8):
@@ -125,7 +125,7 @@ def test_more_of_one_token_than_there_is_room_for(kv_harness):
 
 @pytest.mark.kvmock(num_blocks=20, block_size=4, event_warnings="fail", allow=ENGINES_OWN)
 @pytest.mark.parametrize("passes", [0, 1, 3, 20])
-def test_an_engine_that_is_dropped_frees_everything(kv_engine, kv_harness, passes):
+def test_a_closed_engine_frees_all_blocks(kv_engine, kv_harness, passes):
     with kv_engine:
         requests = [kv_engine.submit(range(start * 100, start * 100 + 20), 30) for start in range(4)]
         requests.append(kv_engine.submit([1], 1, arrival_ms=1e9))
@@ -141,15 +141,15 @@ def test_an_engine_that_is_dropped_frees_everything(kv_engine, kv_harness, passe
     assert [request.status for request in requests] == ["aborted"] * 5
     assert kv_engine.worker.requests == []
     assert kv_engine.is_idle
-    kv_engine.close()  # once more does nothing
+    kv_engine.close()  # a second close has no effect
 
-    again = kv_engine.submit(range(20), 2)  # the worker is still there, and what is full is still cached
+    again = kv_engine.submit(range(20), 2)  # the worker still exists, and full blocks are still cached
     kv_engine.run()
     assert again.status == "finished"
     assert (20 if passes else 0) == again.cached_tokens
 
 
-def test_an_engine_is_dropped_where_the_body_raises():
+def test_an_engine_frees_its_blocks_when_the_with_block_raises():
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=20, block_size=4))
     engine.submit(range(20), 30)
     engine.step()
@@ -159,7 +159,7 @@ def test_an_engine_is_dropped_where_the_body_raises():
     assert engine.metrics.active_blocks == 0
 
 
-def test_what_is_held_for_the_end_of_a_pass_is_published_before_the_engine_is_dropped():
+def test_events_held_until_the_end_of_a_pass_are_published_when_the_engine_is_closed():
     sink = CapturingSink()
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=20, block_size=4, events_visible="pass_end"), sink=sink)
     engine.submit(range(20), 30)
@@ -172,7 +172,7 @@ def test_what_is_held_for_the_end_of_a_pass_is_published_before_the_engine_is_dr
 
 @pytest.mark.kv_backends("lineage", "hash_cache", "vllm", "sglang", "mocker_sglang_1_6")
 @pytest.mark.kvmock(engine={"num_gpu_blocks": 500, "block_size": 64, "speedup_ratio": 1000.0})
-def test_engines_of_any_make_are_dropped(kv_engine):
+def test_closing_an_engine_frees_all_blocks_over_every_backend(kv_engine):
     with kv_engine:
         for start in range(9):
             kv_engine.submit(range(start * 1000, start * 1000 + 500), 100)

@@ -1,4 +1,4 @@
-"""Many replays: all combinations of traces, backends and routers, here and in other processes."""
+"""Many replays: all combinations of traces, backends and routers, in this and in other processes."""
 
 import gc
 import json
@@ -22,7 +22,7 @@ SMALL = list(synthetic_trace(12, seed=1, input_tokens=(100, 900), output_tokens=
 
 
 class Wants:
-    """A router that cannot be made without an argument."""
+    """A router that cannot be created without an argument."""
 
     def __init__(self, size):
         self.size = size
@@ -38,14 +38,14 @@ class Breaks(RoundRobin):
 
 
 class Forgets(RoundRobin):
-    """Believes that nothing is open anywhere."""
+    """A router that assumes no open requests at any worker."""
 
     def loads(self):
         return {}
 
 
 class Interrupts(RoundRobin):
-    """As somebody who presses Ctrl-C at the fifth request."""
+    """Interrupt the run like Ctrl-C at the fifth request."""
 
     def pick(self, request, candidates):
         if request.number == 4:
@@ -54,7 +54,7 @@ class Interrupts(RoundRobin):
 
 
 class InterruptsParent(RoundRobin):
-    """Likewise, from a process of a pool; it would never end by itself."""
+    """Interrupt the parent from a process of a pool, which would not end otherwise."""
 
     def pick(self, request, candidates):
         os.kill(os.getppid(), signal.SIGINT)
@@ -63,14 +63,14 @@ class InterruptsParent(RoundRobin):
 
 @pytest.fixture
 def trace(tmp_path):
-    """A trace as a file."""
+    """Return the path of a trace file."""
     fields = ("timestamp", "input_length", "output_length", "hash_ids", "session_id", "delay")
     path = tmp_path / "small.jsonl"
     path.write_text("".join(json.dumps({name: getattr(each, name) for name in fields}) + "\n" for each in SMALL))
     return path
 
 
-def test_all_combinations_are_served_in_order():
+def test_a_sweep_runs_all_combinations_in_order():
     found = sweep({"a": SMALL, "b": SMALL[:5]}, ["lineage", "vllm"], ["round_robin", "most_cached"], workers=2)
     named = [(run.trace, run.backend, run.router) for run in found.runs]
     assert named == [(t, b, r) for t in "ab" for b in ("lineage", "vllm") for r in ("round_robin", "most_cached")]
@@ -82,13 +82,13 @@ def test_all_combinations_are_served_in_order():
     assert found.runs[0].text.startswith("Report: RoundRobin on a\n")
 
 
-def test_an_executor_gives_the_same(trace):
+def test_a_sweep_on_an_executor_gives_the_same_result(trace):
     asked = {"backends": ["lineage"], "routers": {"turns": RoundRobin, "dynamo": "dynamo"}, "workers": 2, "limit": 9}
     with ThreadPoolExecutor(2) as pool:
         assert sweep([trace], executor=pool, **asked) == sweep([trace], **asked)
 
 
-def test_a_router_that_fails_midway_leaves_the_others():
+def test_a_router_that_fails_does_not_stop_the_other_runs():
     found = sweep({"a": SMALL}, ["lineage"], [Breaks, "round_robin"], workers=2)
     assert [run.router for run in found.errors] == ["Breaks"]
     assert found.errors[0].error.startswith("RouterError: Breaks.pick() raised ZeroDivisionError('no load') (at ")
@@ -143,7 +143,7 @@ def replay(*args):
     )
 
 
-def test_one_run_prints_its_report_and_writes_its_figures(trace, tmp_path, capsys):
+def test_the_replay_command_prints_a_report_and_writes_its_figures(trace, tmp_path, capsys):
     assert replay(trace, "--router", "round_robin", "--json", tmp_path / "out.json", "--slo-ttft-ms", 1) == 0
     shown = capsys.readouterr()
     assert shown.out.startswith("Report: RoundRobin on small\n")
@@ -156,13 +156,13 @@ def test_one_run_prints_its_report_and_writes_its_figures(trace, tmp_path, capsy
     assert "small, lineage, most_cached, beside" not in out
 
 
-def test_standard_output_has_nothing_but_the_json(trace, capsys):
+def test_with_json_to_standard_output_only_the_json_is_printed(trace, capsys):
     assert replay(trace, "--json", "-") == 0
     (run,) = json.loads(capsys.readouterr().out)["runs"]
     assert (run["router"], run["report"]["fleet"]["all"]["requests"]) == ("dynamo", 12)
 
 
-def test_a_trace_is_made_up_by_shape(capsys):
+def test_a_synthetic_trace_with_a_given_shape_is_reproducible(capsys):
     shape = ("--sessions", 6, "--tenants", 2, "--arrival", "poisson:20", "--seed", 4)
     assert replay("synthetic", *shape, "--json", "-") == 0
     first = capsys.readouterr().out
@@ -178,7 +178,7 @@ def pages(directory):
     return found
 
 
-def test_the_page_of_each_run_compares_it_with_all_others(trace, tmp_path, capsys):
+def test_the_page_of_each_run_compares_it_with_all_other_runs(trace, tmp_path, capsys):
     assert (
         replay(trace, "--router", "round_robin", "--html", tmp_path / "one.html", "--json", tmp_path / "one.json") == 0
     )
@@ -190,7 +190,7 @@ def test_the_page_of_each_run_compares_it_with_all_others(trace, tmp_path, capsy
     routers, before = "round_robin,most_cached", tmp_path / "one.json"
     assert replay(trace, "--router", routers, "--html", tmp_path / "all.html", "--compare", before) == 0
     found = {name: [each["name"] for each in page["reports"]] for name, page in pages(tmp_path).items()}
-    turns, cached = "round_robin", "most_cached"  # what differs
+    turns, cached = "round_robin", "most_cached"  # the different parts of the names
     assert found == {"all.html": [turns, "before", cached], "all-2.html": [cached, turns]}
 
 
@@ -207,7 +207,7 @@ def test_the_page_of_each_run_compares_it_with_all_others(trace, tmp_path, capsy
         (("synthetic", "--semantics", "0.1"), "semantics"),
     ],
 )
-def test_an_invalid_command_is_one_line(args, text, capsys):
+def test_an_invalid_replay_command_is_a_one_line_error(args, text, capsys):
     assert replay(*args) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("replay: ")
@@ -215,14 +215,14 @@ def test_an_invalid_command_is_one_line(args, text, capsys):
         raise AssertionError(line)
 
 
-def test_a_line_that_is_not_a_request_is_named(trace, capsys):
+def test_an_invalid_line_of_a_trace_is_named(trace, capsys):
     with trace.open("a") as file:
         file.write("{}\n")
     assert replay(trace) == 1
     assert f"TraceError: {trace}, line 13, field 'input_length': missing" in capsys.readouterr().err
 
 
-def test_a_router_that_fails_is_one_line_and_the_others_are_shown(trace, capsys):
+def test_a_failed_router_is_reported_in_one_line_and_the_other_runs_are_shown(trace, capsys):
     assert replay(trace, "--router", f"{__name__}:Breaks,round_robin") == 1
     shown = capsys.readouterr()
     assert "small  lineage  round_robin" in shown.out
@@ -241,12 +241,12 @@ def test_a_router_that_drifts_is_shown_and_fails_the_sweep(trace, others, capsys
         assert [line[3] for line in table] == ["drift", "load_drift", "-"]
 
 
-def test_a_table_of_routers_that_do_not_drift_has_no_column_for_it(trace, capsys):
+def test_the_table_has_no_drift_column_if_no_router_drifts(trace, capsys):
     assert replay(trace, "--router", "round_robin,least_loaded") == 0
     assert "drift" not in capsys.readouterr().out
 
 
-def test_ctrl_c_prints_what_there_is(trace, capsys):
+def test_ctrl_c_prints_the_completed_runs(trace, capsys):
     assert replay(trace, "--router", f"round_robin,{__name__}:Interrupts,most_cached", "--json", "-") == 130
     shown = capsys.readouterr()
     first, second = json.loads(shown.out)["runs"]
@@ -260,7 +260,7 @@ def test_ctrl_c_ends_the_processes_of_a_pool(trace):
     routers = f"{__name__}:InterruptsParent,round_robin"
     command = [sys.executable, "-m", "pytest_kvmock", "replay", trace, "--backend", "lineage", "--router", routers]
     paths = {"PYTHONPATH": os.pathsep.join(sys.path)}
-    # Of what is started in the background Ctrl-C is ignored, and that is inherited.
+    # Processes that are started in the background ignore Ctrl-C, and children inherit this.
     heeds = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     ended = subprocess.run(
         [*command, "--jobs", "2"],
@@ -277,7 +277,7 @@ def test_ctrl_c_ends_the_processes_of_a_pool(trace):
 
 
 class Told(RoundRobin):
-    """Notes what it is told, and how often Python looks for cycles."""
+    """Record the workers of each notification, and the threshold of Python's garbage collector."""
 
     calls: ClassVar = []
 
@@ -285,7 +285,7 @@ class Told(RoundRobin):
         self.calls.append((list(workers), gc.get_threshold()[0]))
 
 
-def test_the_routers_of_a_sweep_are_told_which_workers_there_are_in_a_long_run():
+def test_routers_of_a_sweep_are_notified_of_their_workers_inside_the_long_run():
     before = gc.get_threshold()
     found = sweep({"small": SMALL[:3]}, ["lineage"], [Told], workers=3)
     assert [run.error for run in found.runs] == [""]

@@ -1,4 +1,4 @@
-"""Scenarios whose workers are driven by engines in virtual time: what they do, expect, and refuse."""
+"""Scenarios whose workers are driven by engines in virtual time: steps, expectations and refusals."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_a_scenario_drives_engines(played):
     assert [request.status for request in harness.engine(0).requests] == ["finished", "finished"]
 
 
-def test_a_request_of_an_engine_is_aborted_or_lost(played):
+def test_a_scenario_can_abort_requests_and_restart_their_engine(played):
     played(
         """
         steps:
@@ -89,7 +89,7 @@ def test_a_request_of_an_engine_is_aborted_or_lost(played):
     )
 
 
-def test_an_engine_may_have_its_own_arguments(played):
+def test_an_engine_can_have_its_own_arguments(played):
     harness = played(
         """
         engine: {max_num_seqs: 3}
@@ -119,14 +119,14 @@ def test_engine_fields_of_a_scenario_override_those_of_the_file(tmp_path):
     assert b.engine == {"max_num_seqs": 4, "sglang": {"schedule_policy": "lpm"}, "speedup_ratio": 2}
 
 
-def test_a_block_of_hashes_is_submitted(played):
+def test_a_scenario_can_submit_a_prompt_of_hashes(played):
     played(
         "steps:\n- submit: {request: a, hashes: [7, 8], num_tokens: 10, output_tokens: 3}\n- run:\n"
         "  expect: {requests: {a: finished}, overlap: {hashes: [7, 8], workers: {0: 2}}}\n"
     )
 
 
-def test_a_request_is_submitted_that_will_be_called_off(played):
+def test_a_scenario_can_submit_a_request_with_a_planned_abort(played):
     played(
         "steps:\n- submit: {request: a, tokens: 0..3, output_tokens: 9, abort_after_tokens: 3}\n"
         "- submit: {request: b, tokens: 10..13, output_tokens: 9, abort_after_ms: 1}\n- run:\n"
@@ -174,7 +174,7 @@ def test_a_scenario_stops_at_a_failed_expectation(played, steps, message):
     assert str(raised.value).startswith(f"x.kv.yaml:{message}")
 
 
-def test_what_asks_for_no_tier_beyond_the_host_may_be_there(played):
+def test_disabled_tiers_beyond_the_host_are_accepted(played):
     played("engine: {num_g3_blocks: null, enable_g4_storage: false, max_num_seqs: 1}\nsteps: [{run: }]")
     played("steps: [{engine: {worker: 0, enable_g4_storage: false}}]")
 
@@ -218,7 +218,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)
-def test_a_wrong_file_is_one_error_with_its_place(loaded, text, message):
+def test_an_invalid_engine_scenario_is_one_error_with_its_place(loaded, text, message):
     with pytest.raises(YamlError) as raised:
         loaded(text)
     assert str(raised.value).startswith(f"x.kv.yaml:{message}")
@@ -236,7 +236,7 @@ def written(tmp_path, *steps, **fields):
     return scenario
 
 
-def test_each_operation_of_an_engine_is_a_step_that_does_it(tmp_path):
+def test_each_engine_operation_is_written_as_an_equivalent_step(tmp_path):
     steps = (
         Submit("a", (1, (5, 6, 7, 8)), 1, output_tokens=4),
         Submit(2, (11, 12), None, worker=1, hashed=True, arrival_ms=12.5),
@@ -260,14 +260,14 @@ def test_each_operation_of_an_engine_is_a_step_that_does_it(tmp_path):
     assert [kv.engine(1).now_ms for kv in (played, done)] == [400.5, 400.5]
 
 
-def test_the_arguments_of_engines_are_written(tmp_path):
+def test_engine_arguments_are_written_to_a_scenario_file(tmp_path):
     common = {"max_num_seqs": 3, "sglang": {"schedule_policy": "lpm"}, "performance_model": (1, 2.5)}
     scenario = written(tmp_path, Run(), engine=common, engines=(((1, 0), {"speedup_ratio": 2.0}),))
     assert common == scenario.engine
     assert scenario.steps[0].given == {"worker": (1, 0), "fields": {"speedup_ratio": 2.0}}
 
 
-def test_a_saved_reproduction_breaks_the_same_rule(tmp_path, monkeypatch):
+def test_a_saved_engine_reproduction_breaks_the_same_rule(tmp_path, monkeypatch):
     monkeypatch.setattr("pytest_kvmock.harness.reduce.requests.RequestCutter._make_plain", lambda cutter: None)
     kv = RouterHarness(PROFILE, "lru", engine={"max_num_seqs": 2})
     kv.engine(0).submit(range(8), 3)

@@ -1,4 +1,4 @@
-"""A scenario stops at the first line that is not so, and says what is."""
+"""A scenario stops at the first line whose expectation fails, and reports the actual value."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_scenario_fails_at_the_line_of_a_failed_expectation(played, steps, mes
     assert str(raised.value).startswith(f"x.kv.yaml:{message}")
 
 
-def test_every_kind_of_step_does_what_it_names(played):
+def test_every_kind_of_step_has_the_expected_effect(played):
     harness = played("""
 steps:
 - use: [1, p]
@@ -119,7 +119,7 @@ steps:
     assert harness.events.total == 10
 
 
-def test_a_custom_index_answers(played):
+def test_expected_overlaps_are_answered_by_the_index_under_test(played):
     index = RadixIndex()
     played("steps: [{serve: {tokens: 0..3}, expect: {overlap: {tokens: 0..3, workers: {0: 1}}}}]", index=index)
     assert len(index.dump_events()) == 1
@@ -143,19 +143,19 @@ ON_A_WORKER = [
 
 
 @pytest.mark.parametrize("step", ON_A_WORKER)
-def test_steps_of_a_worker_are_refused_for_a_sink(played, step):
+def test_worker_steps_are_refused_for_a_sink(played, step):
     with pytest.raises(ScenarioFailure) as raised:
         played(f"steps:\n- event: {{stored: [1], worker: 65536}}\n- {step}\n")
     refused = "was refused: ValueError: a worker id is an integer from 0 to 65535 here, got 65536"
     assert str(raised.value) == f"x.kv.yaml:3: {step.partition(':')[0]} {refused}"
 
 
-def test_a_worker_may_have_another_backend(played):
+def test_a_scenario_worker_can_have_another_backend(played):
     harness = played("steps: [{worker: {id: 5, backend: lru}}, {use: {blocks: [1], worker: 5}}, {use: [1]}]")
     assert [harness.worker(number).manager.backend for number in (5, 0)] == ["lru", "lineage"]
 
 
-def test_problems_are_expected_in_any_order(played):
+def test_expected_problems_can_be_listed_in_any_order(played):
     for order in ("[wrong_hash, over_capacity]", "[over_capacity, wrong_hash]"):
         played(f"""
 steps:
@@ -164,7 +164,7 @@ steps:
 """)
 
 
-def test_a_problem_that_was_expected_does_not_cover_the_next(played):
+def test_an_expected_problem_does_not_cover_a_later_one(played):
     with pytest.raises(ScenarioFailure, match=r"^x\.kv\.yaml:4: block_not_found\n"):
         played("""steps:
 - event: {removed: [7]}
@@ -173,7 +173,7 @@ def test_a_problem_that_was_expected_does_not_cover_the_next(played):
 """)
 
 
-def test_a_failure_is_reported_once_and_others_are_left_to_the_harness(tmp_path):
+def test_a_scenario_failure_is_reported_once_and_later_errors_by_the_harness(tmp_path):
     path = tmp_path / "x.kv.yaml"
     path.write_text("steps:\n- event: {removed: [7]}\n")
     (scenario,) = load_scenarios(path, "x.kv.yaml")
@@ -186,18 +186,18 @@ def test_a_failure_is_reported_once_and_others_are_left_to_the_harness(tmp_path)
         harness.assert_no_event_errors()
 
 
-def test_a_sink_further_on_makes_those_before_it(played):
+def test_a_step_at_a_later_sink_creates_the_sinks_before_it(played):
     harness = played("steps:\n- event: {stored: [1], worker: 65538}\n- event: {stored: [2], worker: 65536}\n")
     assert [entry.event.worker_id for entry in harness.events] == [65538, 65536]
     assert harness.make_sink().worker_id == 65539
 
 
-def test_a_signed_name_has_its_bits_as_local_hash(played):
+def test_the_local_hash_of_a_negative_block_id_has_the_same_bits(played):
     harness = played("steps: [{event: {stored: [-5, 6], worker: 65536}}]")
     assert harness.events[0].event.event.data.tokens_hashes == (2**64 - 5, 6)
 
 
-def test_a_seed_does_not_change_the_harness(played):
+def test_a_scenario_plays_on_a_harness_with_another_seed(played):
     assert played("profile: {seed: 7}\nsteps: [{use: [1]}]").events.total == 1
 
 
@@ -208,16 +208,16 @@ def test_a_seed_does_not_change_the_harness(played):
         ("needs_index: true", "the scenario needs an index under test, and the harness has none"),
     ],
 )
-def test_a_harness_that_does_not_fit_is_refused(played, top, message):
+def test_an_incompatible_harness_is_refused(played, top, message):
     with pytest.raises(ValueError, match=rf"^x\.kv\.yaml:1:1: {message}$"):
         played(f"{top}\nsteps: [{{use: [1]}}]")
 
 
-def test_breaches_of_an_allowed_rule_pass(played):
+def test_problems_of_an_allowed_rule_do_not_fail_a_scenario(played):
     played("allow: [block_not_found]\nsteps: [{event: {removed: [7]}}]", allow=["block_not_found"])
 
 
-def test_a_fault_strikes_and_its_problem_is_expected(played):
+def test_the_problem_of_an_injected_fault_can_be_expected(played):
     played("""
 steps:
 - fault: {lose: {n: 1, kind: stored, worker: 0}}
@@ -230,7 +230,7 @@ steps:
 """)
 
 
-def test_a_fault_that_never_strikes_fails_as_in_any_test(played):
+def test_an_unused_fault_fails_the_scenario(played):
     with pytest.raises(EventRulesBroken, match=r"kv_harness\.faults\.lose\(2\): 1 of 2 injected"):
         played("""
 steps:
@@ -245,7 +245,7 @@ def test_an_unknown_argument_of_a_fault_is_refused_with_its_line(played):
         played("steps:\n- fault: {lose: {speed: 1}}")
 
 
-def test_the_overlap_of_a_tier_is_expected_by_its_name(played):
+def test_the_overlap_of_a_tier_can_be_expected_by_its_name(played):
     played("""
 steps:
 - event: {stored: [1, 2], worker: 65536, tier_blocks: {host: 2, disk: 1}}
@@ -260,7 +260,7 @@ steps:
 """)
 
 
-def test_events_of_sinks_ranks_and_tiers(played):
+def test_events_can_be_published_for_sinks_ranks_and_tiers(played):
     harness = played("""
 steps:
 - worker: {id: 5, backend: lru}
@@ -275,11 +275,11 @@ steps:
     ] == [((5, 1), "HOST_PINNED"), ((65537, 0), "DEVICE"), ((5, 0), "DEVICE")]
 
 
-def test_a_warning_of_an_event_by_hand_is_not_the_engines_own(tmp_path):
+def test_a_warning_of_a_scenario_event_is_not_attributed_to_the_engine(tmp_path):
     path = tmp_path / "x.kv.yaml"
     path.write_text("steps: [{event: {stored: [1]}}, {event: {stored: [1]}}, {event: {removed: [1]}}]")
     (scenario,) = load_scenarios(path)
-    harness = RouterHarness(PROFILE, "multi_lru")  # which gives this warning by itself, too
+    harness = RouterHarness(PROFILE, "multi_lru")  # which also causes this warning without a fault
     harness.worker(0)
     play(harness, scenario, allow=["duplicate_store"])
     (warning,) = [each for each in harness.events.warnings if each.rule == "evicted_and_restored"]

@@ -1,4 +1,4 @@
-"""Scenario files that are wrong: one error each, which says where and what is allowed."""
+"""Invalid scenario files: one error each, which names the place and the allowed values."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("text", "message"), BAD)
-def test_a_wrong_file_is_one_error_with_its_place(tmp_path, text, message):
+def test_an_invalid_scenario_file_is_one_error_with_its_place(tmp_path, text, message):
     path = tmp_path / "bad.kv.yaml"
     path.write_text(text)
     with pytest.raises(YamlError) as raised:
@@ -117,7 +117,7 @@ def test_a_wrong_file_is_one_error_with_its_place(tmp_path, text, message):
     assert "\n" not in expected_message
 
 
-def test_steps_alone_are_one_scenario_named_as_the_file(tmp_path):
+def test_a_file_with_only_steps_is_one_scenario_named_after_the_file(tmp_path):
     path = tmp_path / "one.two.kv.yaml"
     path.write_text(STEPS)
     assert [scenario.name for scenario in load_scenarios(path)] == ["one.two"]
@@ -144,17 +144,17 @@ def test_fields_of_a_scenario_override_those_of_the_file(tmp_path):
         b.backends,
         b.allow,
     ) == ("big", {"num_blocks": 5, "block_size": 8}, ("lineage",), ("wrong_hash", "sink_failure"))
-    assert (c.base, c.profile) == ("small", {})  # another base, so that what the file lays over its own is not meant
+    assert (c.base, c.profile) == ("small", {})  # another base, so that the overrides of the file do not apply
 
 
-def test_numbers_are_single_ranges_or_lists_of_both(tmp_path):
+def test_numbers_can_be_single_values_ranges_or_nested_lists(tmp_path):
     path = tmp_path / "x.kv.yaml"
     path.write_text("steps: [{serve: {tokens: [0..2, 7, [9..9, 1]]}}]")
     (scenario,) = load_scenarios(path)
     assert tuple(chain.from_iterable(scenario.steps[0].given["tokens"])) == (0, 1, 2, 7, 9, 1)
 
 
-def test_many_ranges_are_counted_before_they_are_laid_out(tmp_path):
+def test_ranges_are_counted_before_they_are_expanded(tmp_path):
     path = tmp_path / "x.kv.yaml"
     path.write_text(f"steps: [{{serve: {{tokens: [{', '.join(['0..999999'] * 60)}]}}}}]")
     tracemalloc.start()
@@ -165,7 +165,7 @@ def test_many_ranges_are_counted_before_they_are_laid_out(tmp_path):
 
 
 @pytest.mark.parametrize("numbers", ["0..999999", "[0..499999, 0..499999]", "[0..999998, 5]"])
-def test_a_million_numbers_are_taken_and_not_one_more(tmp_path, numbers):
+def test_at_most_a_million_numbers_are_accepted(tmp_path, numbers):
     path = tmp_path / "x.kv.yaml"
     path.write_text(f"steps: [{{serve: {{tokens: {numbers}}}}}]")
     (scenario,) = load_scenarios(path)
@@ -191,7 +191,7 @@ def test_a_million_numbers_are_taken_and_not_one_more(tmp_path, numbers):
         ("submit: {tokens: 1, arrival_ms: 0}", {"tokens": (range(1, 2),), "arrival_ms": 0}),
     ],
 )
-def test_values_at_the_edge_of_what_is_allowed_are_read(tmp_path, step, given):
+def test_values_at_the_allowed_limits_are_read(tmp_path, step, given):
     path = tmp_path / "x.kv.yaml"
     path.write_text(f"steps: [{{{step}}}]")
     (scenario,) = load_scenarios(path)

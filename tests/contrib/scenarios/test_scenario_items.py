@@ -1,4 +1,4 @@
-"""Scenario files as tests: which are collected, over which backends, and what a failure looks like."""
+"""Scenario files as tests: collected files, their backends, and failure reports."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def ids_of(result):
     return [line for line in result.outlines if "::" in line]
 
 
-def test_without_the_setting_none_is_collected(nested):
+def test_without_kvmock_scenarios_no_scenario_is_collected(nested):
     result = nested("", "--collect-only", "-q", files={"a.kv.yaml": PASSES})
     assert ids_of(result) == []
 
@@ -41,13 +41,13 @@ def test_without_the_setting_none_is_collected(nested):
         ("nowhere/*", []),
     ],
 )
-def test_those_that_a_glob_matches_are_collected(nested, globs, expected):
+def test_scenario_files_that_match_a_glob_are_collected(nested, globs, expected):
     files = {"pytest.ini": f"[pytest]\nkvmock_scenarios = {globs}\n", "a.kv.yaml": PASSES, "sub/b.kv.yaml": PASSES}
     result = nested("", "--collect-only", "-q", "--kv-backend", "lru", files={**files, "sub/c.yaml": "x: 1"})
     assert [line.partition("::")[0] for line in ids_of(result)] == expected
 
 
-def test_each_runs_over_its_matrix_and_the_rest_is_deselected(nested):
+def test_each_scenario_runs_over_its_backend_matrix_and_the_rest_is_deselected(nested):
     files = {"pytest.ini": INI + "kvmock_backends = lineage lru\n", "a.kv.yaml": FAILS}
     collected = ids_of(nested("", "--collect-only", "-q", files=files))
     assert [line.partition("::")[2] for line in collected] == ["fits[lineage]", "fits[lru]", "evicts the oldest[lru]"]
@@ -71,12 +71,12 @@ a.kv.yaml:12: expect overlap {0: 4}: got {0: 3}
     assert "Traceback" not in result.stdout.str() + result.stderr.str()
 
 
-def test_full_trace_shows_where_it_was_raised(nested):
+def test_full_trace_shows_where_a_scenario_failure_was_raised(nested):
     result = nested("", "-k", "oldest", "--full-trace", files={"pytest.ini": INI, "a.kv.yaml": FAILS})
     result.stdout.fnmatch_lines(["*player.py*ScenarioFailure*"])
 
 
-def test_a_wrong_file_is_one_line_with_its_place(nested):
+def test_an_invalid_scenario_file_is_a_one_line_error_with_its_place(nested):
     files = {"pytest.ini": INI, "a.kv.yaml": "steps:\n- jump: 1\n"}
     result = nested("", files=files)
     result.assert_outcomes(errors=1)
@@ -94,19 +94,19 @@ def test_a_wrong_file_is_one_line_with_its_place(nested):
         ("profile: {workers: 99999}\n" + PASSES, "a.kv.yaml:1:20: workers must be at most 65536, got 99999"),
     ],
 )
-def test_a_value_that_only_the_plugin_can_check_is_one_line_too(nested, text, message):
+def test_a_value_that_only_the_plugin_can_check_is_a_one_line_error(nested, text, message):
     result = nested("", files={"pytest.ini": INI, "a.kv.yaml": text})
     result.assert_outcomes(errors=1)
     result.stdout.fnmatch_lines([message])
 
 
-def test_a_size_that_the_backend_refuses_is_one_line(nested):
+def test_a_size_that_the_backend_refuses_is_a_one_line_error(nested):
     text = "profile: {block_size: 12}\n" + PASSES
     result = nested("", "--kv-backend", "lru", files={"pytest.ini": INI, "a.kv.yaml": text})
     result.stdout.fnmatch_lines(["a.kv.yaml:1: backend lru: *12*"])
 
 
-def test_policy_of_ini_and_command_line_holds(nested):
+def test_scenarios_follow_the_warning_policy_of_the_command_line(nested):
     files = {"pytest.ini": INI, "a.kv.yaml": "steps: [{use: [1]}, {event: {stored: [1]}}]\n"}
     nested("", "--kv-backend", "lru", files=files).assert_outcomes(passed=1)
     result = nested("", "--kv-backend", "lru", "--kv-event-warnings", "fail", files=files)
@@ -115,7 +115,7 @@ def test_policy_of_ini_and_command_line_holds(nested):
 
 
 @takes_long
-def test_ids_and_outcomes_are_the_same_under_xdist(nested):
+def test_scenario_outcomes_are_the_same_under_xdist(nested):
     files = {"pytest.ini": INI, "a.kv.yaml": FAILS}
     plain = nested("", "-v", files=files)
     spread = nested("", "-v", "-n", "2", plugins=["xdist"], files=files, subprocess=True)
@@ -134,7 +134,7 @@ def test_a_scenario_runs_in_a_custom_test(nested):
     nested(source, files={"a.kv.yaml": PASSES}).assert_outcomes(passed=1)
 
 
-def test_a_reproduction_is_saved_as_a_scenario_that_fails_the_same(nested):
+def test_a_saved_reproduction_is_a_scenario_that_fails_in_the_same_way(nested):
     source = """
     class TestIt:
         @pytest.mark.parametrize("path", ["a/b"])
@@ -150,7 +150,7 @@ def test_a_reproduction_is_saved_as_a_scenario_that_fails_the_same(nested):
     again.stdout.fnmatch_lines(["*test_it.py-TestIt-test_sink-a-b.kv.yaml:*: block_not_found"])
 
 
-def test_a_saved_scenario_about_an_index_is_skipped_and_says_where_it_is_played(nested):
+def test_a_saved_scenario_that_needs_an_index_is_skipped_with_a_hint_how_to_play_it(nested):
     index = """
     from pytest_kvmock import RadixIndex
 
@@ -190,7 +190,7 @@ def test_a_saved_scenario_about_an_index_is_skipped_and_says_where_it_is_played(
     result.stdout.fnmatch_lines(["*ScenarioFailure: *test_it.kv.yaml:*: index_drift*"])
 
 
-def test_a_scenario_that_cannot_be_saved_is_told(nested):
+def test_a_scenario_that_cannot_be_saved_is_reported(nested):
     source = """
         def test(kv_sink, pytestconfig):
             (pytestconfig.invocation_params.dir / "file").touch()
@@ -214,16 +214,16 @@ PARENTLESS = {"pytest.ini": INI, "a.kv.yaml": "steps: [{event: {stored: [3], par
         (("-o", "kvmock_allow=block_not_found"), {"failed": 1}),
     ],
 )
-def test_the_policy_of_the_run_holds_for_scenarios(nested, args, outcome):
+def test_scenarios_follow_the_error_policy_of_the_run(nested, args, outcome):
     nested("", "--kv-backend", "lru", "-W", "default", *args, files=PARENTLESS).assert_outcomes(**outcome)
 
 
-def test_a_waived_problem_fails_no_step(nested):
+def test_a_waived_problem_does_not_fail_a_step(nested):
     hook = "def pytest_kvmock_event_error(item, problem): return problem.rule == 'parent_block_not_found'"
     nested("", "--kv-backend", "lru", files={**PARENTLESS, "conftest.py": hook}).assert_outcomes(passed=1)
 
 
-def test_a_saved_warning_fails_too(nested):
+def test_a_saved_scenario_of_a_warning_fails(nested):
     source = """
     @pytest.mark.kvmock(event_warnings="fail")
     def test_it(kv_sink):
@@ -253,7 +253,7 @@ def test_a_directory_that_cannot_be_written_is_a_usage_error(nested, args, messa
     assert [line for line in result.errlines if line] == [f"ERROR: --kv-save-scenario: {message}"]
 
 
-def test_a_scenario_has_engines(nested):
+def test_a_scenario_can_drive_engines(nested):
     text = (
         "profile: {block_size: 4}\nengine: {max_num_seqs: 1, num_gpu_blocks: 9}\nsteps:\n"
         "- submit: {request: a, tokens: 0..7, output_tokens: 2}\n- submit: {tokens: 0..7}\n- step: 1\n"
@@ -264,7 +264,7 @@ def test_a_scenario_has_engines(nested):
     nested("", files=files).assert_outcomes(passed=2)
 
 
-def test_arguments_of_an_engine_that_contradict_the_profile_are_an_error_of_collection(nested):
+def test_engine_arguments_that_contradict_the_profile_are_a_collection_error(nested):
     text = "profile: {num_blocks: 7}\nengine: {num_gpu_blocks: 9}\nsteps: [{run: }]\n"
     result = nested("", files={"pytest.ini": INI, "a.kv.yaml": text})
     result.stdout.fnmatch_lines(
@@ -303,7 +303,7 @@ def pytest_kvmock_backends():
 """
 
 
-def test_a_failure_of_an_engine_is_saved_as_a_scenario_that_fails_until_it_is_mended(nested):
+def test_an_engine_failure_is_saved_as_a_scenario_that_fails_until_it_is_fixed(nested):
     files = {"pytest.ini": INI, "conftest.py": SECRETIVE}
     body = """
         @pytest.mark.kv_backends("secretive")

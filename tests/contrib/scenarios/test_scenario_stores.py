@@ -41,12 +41,12 @@ def test_a_harness_without_its_stores_is_refused(tmp_path):
         play(kv, scenario)
 
 
-def test_a_wrong_store_is_one_line_with_its_place(tmp_path):
+def test_an_invalid_store_is_a_one_line_error_with_its_place(tmp_path):
     with pytest.raises(YamlError, match=r"kv.yaml:3:9: stores: stores\['disk'\]: unknown kind 'file'; did you mean"):
         scenario_of(tmp_path, kind="file")
 
 
-def test_the_plugin_plays_it(pytester):
+def test_the_plugin_runs_a_scenario_with_stores(pytester):
     pytester.makefile(".kv.yaml", stores=FILE.format(kind="files", worker=1, cached=24))
     pytester.makeini("[pytest]\nkvmock_scenarios = *.kv.yaml")
     pytester.runpytest("-p", "no:asyncio").assert_outcomes(passed=1)

@@ -1,4 +1,4 @@
-"""A reproduction that is written as a scenario file breaks the same rule when it is played."""
+"""A reproduction in a scenario file violates the same rule when it is played."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Forgets:
 
 
 class NamesOneTwice:
-    """Between manager and sink: of two that are evicted at once, the first is named twice."""
+    """A filter between manager and sink: of two blocks evicted at once, it removes the first twice."""
 
     def __init__(self, sink):
         self.sink = sink
@@ -136,7 +136,7 @@ def a_signed_name_of_a_parent_that_is_not_there(kv):
         tokens_that_are_too_few,
     ],
 )
-def test_events_break_the_same_rule(traffic, tmp_path):
+def test_a_written_scenario_of_events_breaks_the_same_rule(traffic, tmp_path):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=64, workers=2), "lru")
     traffic(kv)
     kv.flush()
@@ -157,7 +157,7 @@ def overlapping_requests(kv):
         kv.worker(0).serve([*range(1000 * n, 1000 * n + 12)])
 
 
-def test_requests_break_the_same_rule(tmp_path):
+def test_a_written_scenario_of_requests_breaks_the_same_rule(tmp_path):
     spec = BackendSpec("names-one-twice", "nobody", names_one_twice)
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2), spec)
     overlapping_requests(kv)
@@ -166,7 +166,7 @@ def test_requests_break_the_same_rule(tmp_path):
     assert_breaks_the_same(found, tmp_path, backend=spec)
 
 
-def test_a_reproduction_with_an_index_names_the_index_to_provide(tmp_path):
+def test_a_written_reproduction_of_an_index_problem_needs_an_index(tmp_path):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=4), "lru", Forgets())
     for n in range(20):
         kv.worker(0).serve([*range(100 * n, 100 * n + 8)])
@@ -175,7 +175,7 @@ def test_a_reproduction_with_an_index_names_the_index_to_provide(tmp_path):
     assert "\nneeds_index: true\n" in text
 
 
-def test_copies_of_a_sink_are_counted_again(tmp_path):
+def test_a_written_scenario_keeps_the_counted_residency_of_a_sink(tmp_path):
     kv = RouterHarness(backend="lineage", index=RadixIndex())
     kv.make_sink()(Stored(None, (1,), (1,)))
     sink = kv.make_sink(residency="counted")
@@ -187,7 +187,7 @@ def test_copies_of_a_sink_are_counted_again(tmp_path):
     assert_breaks_the_same(found, tmp_path, index=RadixIndex())
 
 
-def test_a_sink_is_made_again_as_it_was(tmp_path):
+def test_a_written_scenario_creates_a_sink_with_the_same_options(tmp_path):
     kv = RouterHarness(backend="lineage")
     sink = kv.make_sink(chained=True, num_blocks=7, residency="counted", prefix_closed=False)
     sink(Stored(None, (5,), (6,)))
@@ -217,7 +217,7 @@ def test_a_sink_is_made_again_as_it_was(tmp_path):
         ("prefix_closed: 1", "1:61: prefix_closed: got 1; allowed: true or false"),
     ],
 )
-def test_how_a_sink_is_made_is_read_strictly(tmp_path, said, why):
+def test_invalid_sink_options_are_refused(tmp_path, said, why):
     path = tmp_path / "wrong.kv.yaml"
     path.write_text("steps: [{event: {stored: [1], worker: 65536, " + said + "}}]")
     with pytest.raises(YamlError) as raised:
@@ -248,7 +248,7 @@ def test_runs_of_numbers_are_written_as_ranges(tmp_path):
     assert text.isascii()
 
 
-def test_each_operation_is_a_step_that_does_it(tmp_path):
+def test_each_operation_is_written_as_an_equivalent_step(tmp_path):
     steps = (
         Serve((1, 2), output_tokens=3, worker=1),
         Prefill("a", (1, (5, 6, 7, 8)), 1),
@@ -280,7 +280,7 @@ def test_each_operation_is_a_step_that_does_it(tmp_path):
     assert [entry.event for entry in done.events] == [entry.event for entry in played.events]
 
 
-def test_each_event_is_a_step_that_publishes_it(tmp_path):
+def test_each_event_is_written_as_a_step_that_publishes_it(tmp_path):
     at_sink = RouterEvent(65536, KvCacheEvent(7, Stored(None, (-5, 6), (5, 6))))
     steps = (
         RouterEvent(0, KvCacheEvent(3, Stored(None, (1, 2), (11, 12))), extra={"cache_level": 2, "pair": (1, 2)}),
@@ -316,7 +316,7 @@ def test_each_event_is_a_step_that_publishes_it(tmp_path):
     assert "batches 4 to 5 did not arrive" in lost
 
 
-def test_a_reproduction_names_its_original():
+def test_a_written_reproduction_names_its_rule_and_original_size():
     breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
     steps = (RouterEvent(0, KvCacheEvent(0, Removed((1,)))),)
     program = Reproduction(breach, "events", "lru", EngineProfile(), steps, cut_from=12)
@@ -324,7 +324,7 @@ def test_a_reproduction_names_its_original():
     assert text.startswith("description: event_id_gap, cut from 12 events\nbackends: [lru]\nscenarios:\n")
 
 
-def test_two_numbers_are_written_as_they_are_and_three_as_a_range():
+def test_two_consecutive_numbers_are_written_singly_and_three_as_a_range():
     breach = Breach("event_id_gap", is_error=True, worker=(0, 0), block=None, story="")
     tokens = (Serve((), (1, 2, 7, 8, 9, 20)), Serve((), (4, 5, 6)), Serve((), (4, 5)))
     text = scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), tokens), "numbers")
@@ -340,7 +340,7 @@ def test_workers_of_other_backends_are_written():
     assert text.count("backend: ") == 1
 
 
-def test_a_warning_is_written_as_a_problem_that_must_not_come(tmp_path):
+def test_a_warning_is_written_as_an_expectation_of_no_problems(tmp_path):
     breach = Breach("leaked_requests", is_error=False, worker=(0, 0), block=None, story="")
     path = tmp_path / "saved.kv.yaml"
     path.write_text(scenario_text(Reproduction(breach, "requests", "lru", EngineProfile(), (Serve((1,)),)), "one"))
@@ -348,7 +348,7 @@ def test_a_warning_is_written_as_a_problem_that_must_not_come(tmp_path):
     assert [[*step.expected] for step in scenario.steps] == [["problems"]]
 
 
-def test_a_burst_cannot_be_written():
+def test_a_burst_cannot_be_written_as_a_step():
     breach = Breach("index_drift", is_error=True, worker=(0, 0), block=None, story="")
     burst = Reproduction(breach, "requests", "lru", EngineProfile(), (Burst(3),))
     with pytest.raises(ValueError, match=r"^a scenario file has no step for Burst\(count=3\)$"):

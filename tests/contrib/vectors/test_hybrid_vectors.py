@@ -1,5 +1,5 @@
-"""Vectors of hybrid models: readers with nothing but json and msgpack are right between the two answers, and naive
-ones are not.
+"""Vectors of hybrid models: readers with only json and msgpack answer between the two bounds, and naive ones do
+not.
 """
 
 import json
@@ -49,18 +49,18 @@ def about(home):
 
 FOUND_IN = {
     OneMap: "full_first",
-    AnyGroup: "full_first",  # elsewhere what a sparse group holds is evicted before the attention group's
+    AnyGroup: "full_first",  # elsewhere the blocks of a sparse group are evicted before those of the attention group
     MinimumOverGroups: "vllm_qwen3_next",
     DividesTheSpanByItsHashes: "full_first",  # elsewhere the attention group corrects it at once
     LooksUpParentsAcrossGroups: "vllm_qwen3_next",
     TakesGroupZero: "vllm_gpt_oss",
     RemovesOfAnyGroup: "vllm_gpt_oss",
-    TakesTailsForBlocks: "vllm_kimi_k3",  # the others have none
+    TakesTailsForBlocks: "vllm_kimi_k3",  # the others have no tails
 }
 
 
 def wrong_answers(home, about, kind, *, exactly=False):
-    """How many answers of a reader are not between the two that stand in the vectors, or not the lower one."""
+    """Return how many answers of a reader are not between the bounds in the vectors; `exactly`: not the lower one."""
     workers = {worker: kind(about) for worker in ("0", "1")}
     queries, wrong = defaultdict(list), 0
     for query in lines(home / "queries.jsonl"):
@@ -78,19 +78,19 @@ def wrong_answers(home, about, kind, *, exactly=False):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_right_indexes_are_right(home, about, name):
+def test_correct_indexes_answer_all_hybrid_vectors(home, about, name):
     assert wrong_answers(home / name, about[name], Dense) == 0
     assert wrong_answers(home / name, about[name], Exact, exactly=True) == 0
-    assert wrong_answers(home / name, about[name], Dense, exactly=True)  # it answers what is held
+    assert wrong_answers(home / name, about[name], Dense, exactly=True)  # it answers with the held blocks
 
 
 @pytest.mark.parametrize("naive", NAIVE)
-def test_naive_indexes_are_found(home, about, naive):
+def test_naive_indexes_give_wrong_answers(home, about, naive):
     assert wrong_answers(home / FOUND_IN[naive], about[FOUND_IN[naive]], naive)
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_an_answer_below_what_is_reused_is_wrong(home, about, name):
+def test_an_answer_below_the_reusable_tokens_is_wrong(home, about, name):
     class Less(Exact):
         def answer(self, tokens):
             return max(super().answer(tokens) - 1, 0)
@@ -99,7 +99,7 @@ def test_an_answer_below_what_is_reused_is_wrong(home, about, name):
 
 
 @pytest.mark.parametrize("name", SETS)
-def test_our_index_finds_the_held_blocks_and_engines_reuse_no_more(home, name):
+def test_the_reference_index_finds_the_held_blocks_and_engines_reuse_no_more(home, name):
     index, batches, number = RadixIndex(count_copies=True), lines(home / name / "batches.jsonl"), 0
     for query in lines(home / name / "queries.jsonl"):
         for batch in batches[number : query["after"]]:
@@ -115,7 +115,7 @@ def test_our_index_finds_the_held_blocks_and_engines_reuse_no_more(home, name):
         assert len(query["tokens"]) % SIZE
 
 
-def test_the_index_of_vectors_has_the_traits_that_events_lack(about):
+def test_the_index_file_of_the_vectors_has_the_groups_and_sizes_of_the_engine(about):
     kimi = about["vllm_kimi_k3"]
     assert (kimi["block_size"], kimi["num_blocks"], kimi["hash_unit"], kimi["alignment"]) == (4, 72, 2, 2)
     state = {"kv_cache_spec_kind": "mamba", "block_size": 4}
@@ -125,6 +125,6 @@ def test_the_index_of_vectors_has_the_traits_that_events_lack(about):
     assert {"group_idx": 0, "block_size": 4} | window == about["vllm_gpt_oss"]["groups"][0]
 
 
-def test_only_the_newest_dialect_of_vllm_has_them():
+def test_only_the_newest_vllm_dialect_has_hybrid_vectors():
     assert [name for name, dialect in DIALECTS.items() if hybrid_engines(dialect)] == ["vllm-0.33"]
     assert [*hybrid_engines(DIALECTS["vllm-0.33"])] == SETS

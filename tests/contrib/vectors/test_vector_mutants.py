@@ -1,6 +1,4 @@
-"""Vectors catch what indexes get wrong: a small one, with nothing but json and msgpack, is right, and none of its
-mutants.
-"""
+"""Vectors detect index errors: a small index with only json and msgpack passes, and each of its mutants fails."""
 
 import json
 from collections import defaultdict
@@ -18,7 +16,7 @@ VECTORS = [name for name, row in DIALECTS.items() if row.clears]
 
 SIZE = 4
 FIELDS = {name: [field.name for field in row.stored] for name, row in DIALECTS.items()}
-COUNTED = [name for name in DIALECTS if name.startswith("vllm-")]  # vLLM publishes copies, the others none
+COUNTED = [name for name in DIALECTS if name.startswith("vllm-")]  # only vLLM publishes copies
 
 
 def lines(path):
@@ -33,9 +31,9 @@ def vectors(tmp_path_factory):
 
 
 class Index:
-    """Who holds which chains of blocks, by (worker, rank): of the engine's names, each a chain and how many copies.
+    """The chains of blocks of each (worker, rank): for each engine name a chain and the number of its copies.
 
-    A block in a chain is what makes it another one: its tokens and what goes with them, or Dynamo's local hash.
+    A block in a chain is its identity: its tokens and their keys, or Dynamo's local hash.
     """
 
     def __init__(self, dialect, mutant=None):
@@ -43,13 +41,13 @@ class Index:
         self.held = defaultdict(dict)
 
     def name(self, name):
-        """A block's name as the index keeps it: of a whole digest the last 64 bits."""
+        """Return a block's name in the index: the last 64 bits of a whole digest."""
         if not str(self.mutant).startswith("names "):
             return name
         return truncated(int.from_bytes(name[-8:], "big") if isinstance(name, bytes) else name, self.mutant.split()[1])
 
     def local(self, local_hashes):
-        """The local hashes of blocks as the index keeps them."""
+        """Return the local hashes of blocks in the index."""
         is_kept = str(self.mutant).startswith("local hashes ")
         return [truncated(each, self.mutant.split()[2]) if is_kept else each for each in local_hashes]
 
@@ -113,7 +111,7 @@ class Index:
         return event["parent_block_hash"], event["block_hashes"], blocks
 
     def block(self, tokens, extra, lora_name, cache_salt):
-        """What tells a block apart: vLLM's newer dialects have adapter and salt among the extra keys."""
+        """Return the identity of a block; vLLM's newer dialects have adapter and salt among the extra keys."""
         items = [each for each in extra or () if isinstance(each, list)]
         texts = [each for each in extra or () if isinstance(each, str)]
         if "extra_keys" in FIELDS[self.dialect]:
@@ -124,19 +122,19 @@ class Index:
             cache_salt = None
         if self.mutant == "multimodal ignored":
             items = []
-        if str(self.mutant).startswith("local hashes "):  # it hashes tokens itself, as Dynamo's router does
+        if str(self.mutant).startswith("local hashes "):  # the index hashes tokens itself, as Dynamo's router does
             tokens = self.local(block_hashes(tokens, SIZE))
         return json.dumps([tokens, lora_name, cache_salt, items])
 
     def overlap(self, query):
-        """The leading blocks of a prompt by worker and rank, as `by_rank` has them."""
+        """Return the leading blocks of a prompt by worker and rank, in the form of `by_rank`."""
         tokens, count = query["tokens"], len(query["tokens"]) // SIZE
         if not DIALECTS[self.dialect].is_msgpack:
             asked = self.local(query["local_hashes"])
         else:
             keys, extra = query.get("keys", {}), query.get("extra_keys", [None] * count)
             lora, salt = keys.get("lora_name"), keys.get("cache_salt")
-            of_first = "extra_keys" in FIELDS[self.dialect]  # there the salt is of the first block only
+            of_first = "extra_keys" in FIELDS[self.dialect]  # there only the first block has the salt
             asked = [
                 self.block(
                     tokens[SIZE * i : SIZE * i + SIZE], extra[i], lora_name=lora, cache_salt=None if of_first else salt
@@ -153,7 +151,7 @@ class Index:
 
 
 def wrong_answers(folder, dialect, mutant=None):
-    """How many queries of a set an index answers wrong."""
+    """Return the number of queries of a set that an index answers wrongly."""
     index, queries, wrong = Index(dialect, mutant), defaultdict(list), 0
     for query in lines(folder / "queries.jsonl"):
         queries[query["after"]].append(query)
@@ -177,7 +175,7 @@ def folders(vectors, dialect):
 
 @worth_its_time
 @pytest.mark.parametrize("dialect", few(VECTORS, 8))
-def test_the_index_is_right(vectors, dialect):
+def test_the_plain_index_answers_all_vectors(vectors, dialect):
     assert sum(wrong_answers(path.parent, dialect) for path in folders(vectors, dialect).values()) == 0
 
 
@@ -186,35 +184,35 @@ EVERYWHERE = ["parent ignored", "Removed ignored", "Cleared ignored"]
 
 @pytest.mark.parametrize("mutant", EVERYWHERE)
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_the_vectors_ask_for_what_any_index_must_do(vectors, dialect, mutant):
+def test_the_vectors_catch_an_index_that_ignores_parents_removed_or_cleared(vectors, dialect, mutant):
     assert wrong_answers(vectors / dialect, dialect, mutant) >= 1
 
 
 @pytest.mark.parametrize("dialect", COUNTED)
-def test_an_index_must_count_copies(vectors, dialect):
+def test_the_vectors_catch_an_index_that_does_not_count_copies(vectors, dialect):
     wrong = {
         name: wrong_answers(path.parent, dialect, "copies not counted")
         for name, path in folders(vectors, dialect).items()
-        if name != "near"  # no engine's: nothing is there twice
+        if name != "near"  # not from an engine: no block is stored twice
     }
     assert [name for name, count in wrong.items() if not count] == []
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_an_index_must_tell_ranks_apart(vectors, dialect):
+def test_the_vectors_catch_an_index_that_mixes_ranks(vectors, dialect):
     assert wrong_answers(vectors / dialect / "ranks", dialect, "rank ignored") >= 1
 
 
 @pytest.mark.parametrize("kept", few(TRUNCATIONS, 2))
 @pytest.mark.parametrize("what", ["names", "local hashes"])
 @pytest.mark.parametrize("dialect", few(VECTORS, 6))
-def test_an_index_must_compare_all_of_a_hash(vectors, dialect, what, kept):
+def test_the_near_vectors_catch_an_index_that_compares_only_a_part_of_a_hash(vectors, dialect, what, kept):
     assert wrong_answers(vectors / dialect / "near", dialect, f"{what} {kept}") >= 1
 
 
 @pytest.mark.parametrize("what", ["names", "local hashes"])
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_only_hashes_that_agree_in_a_part_show_that_it_does_not(vectors, dialect, what):
+def test_the_plain_vectors_do_not_catch_an_index_that_compares_only_a_part_of_a_hash(vectors, dialect, what):
     assert wrong_answers(vectors / dialect, dialect, f"{what} low63") == 0
 
 
@@ -222,7 +220,7 @@ KEYS = {"lora_name": "adapter ignored", "cache_salt": "salt ignored", "multimoda
 
 
 @pytest.mark.parametrize("dialect", [name for name in VECTORS if DIALECTS[name].is_msgpack])
-def test_an_index_must_tell_apart_what_the_dialect_carries(vectors, dialect):
+def test_the_vectors_catch_an_index_that_ignores_a_prompt_key_of_the_dialect(vectors, dialect):
     about = {each["name"]: each for each in lines_of_index(vectors)}[dialect]
     carried = next((each["keys"] for each in about["sets"] if each["name"] == "keys"), [])
     assert [key for key in carried if not wrong_answers(vectors / dialect / "keys", dialect, KEYS[key])] == []
@@ -233,7 +231,7 @@ def lines_of_index(home):
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_queries_are_unique(vectors, dialect):
+def test_the_queries_of_a_vector_set_are_unique(vectors, dialect):
     for path in folders(vectors, dialect).values():
         asked = [json.dumps(query) for query in lines(path)]
         assert len(set(asked)) == len(asked)

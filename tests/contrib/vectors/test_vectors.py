@@ -1,4 +1,4 @@
-"""Vectors: a reader that knows the files alone gets the answers that are in them."""
+"""Vectors: a reader that uses only the files computes the answers in them."""
 
 import json
 from collections import Counter
@@ -33,14 +33,14 @@ def about_of(home, dialect):
 
 
 def batches_of(home, dialect):
-    """The batches in the order of `batches.jsonl`, cut out of the files by their places, as before there were ranks."""
+    """Return the batches in the order of `batches.jsonl`, cut out of the files by their offsets, as before ranks."""
     files = [(home / dialect / name).read_bytes() for name in about_of(home, dialect)["workers"]]
     for batch in lines(home / dialect / "batches.jsonl"):
         yield batch, files[batch["worker"]][batch["offset"] : batch["offset"] + batch["size"]]
 
 
 def batches_in(folder):
-    """The batches of any set, in the order of `batches.jsonl`."""
+    """Return the batches of any set in the order of `batches.jsonl`."""
     for batch in lines(folder / "batches.jsonl"):
         data = (folder / batch["file"]).read_bytes()
         yield batch, data[batch["offset"] : batch["offset"] + batch["size"]]
@@ -48,7 +48,7 @@ def batches_in(folder):
 
 @worth_its_time
 @pytest.mark.parametrize("dialect", few(VECTORS, 8))
-def test_an_index_that_is_fed_the_batches_gives_the_answers(vectors, dialect):
+def test_the_reference_index_gives_the_answers_of_the_vectors(vectors, dialect):
     index, queries, counted = RadixIndex(count_copies=True), lines(vectors / dialect / "queries.jsonl"), 0
     next_ids = {}
     batches = list(batches_of(vectors, dialect))
@@ -75,12 +75,12 @@ def _data(batches, dialect):
     return [event.event.data for _, payload in batches for event in decode(payload, dialect).events]
 
 
-def test_a_reader_with_nothing_but_msgpack_gets_the_answers(vectors):
+def test_a_reader_with_only_msgpack_gets_the_answers(vectors):
     _assert_a_reader_of_msgpack_answers(vectors / "vllm-0.33")
 
 
 def _assert_a_reader_of_msgpack_answers(home):
-    """As a Go or Rust test would do it: token ids and extra keys in, a table of copies, no code of this package."""
+    """Check answers as a Go or Rust test would: from token ids and extra keys, without code of this package."""
     held, queries = [{}, {}], lines(home / "queries.jsonl")
     for number, (batch, payload) in enumerate(batches_in(home), 1):
         blocks = held[batch["worker"]]
@@ -110,7 +110,7 @@ def _assert_a_reader_of_msgpack_answers(home):
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_an_index_gives_the_answers_of_each_rank(vectors, dialect):
+def test_the_reference_index_gives_the_answers_of_each_rank(vectors, dialect):
     index, folder = RadixIndex(count_copies=True), vectors / dialect / "ranks"
     queries, next_ids, answered = lines(folder / "queries.jsonl"), Counter(), 0
     for number, (batch, payload) in enumerate(batches_in(folder), 1):
@@ -130,7 +130,7 @@ def test_an_index_gives_the_answers_of_each_rank(vectors, dialect):
     assert any(len(ranks) == 2 for query in queries for ranks in query["by_rank"].values())
 
 
-def test_each_rank_counts_its_batches_and_has_a_file_as_it_has_a_socket(vectors):
+def test_each_rank_has_its_own_payload_file_and_batch_numbers(vectors):
     folder = vectors / "sglang-0.5.9" / "ranks"
     batches = lines(folder / "batches.jsonl")
     for worker in (0, 1):
@@ -165,7 +165,7 @@ KEYS = {
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_prompts_carry_what_the_dialect_can_say(vectors, dialect):
+def test_vector_prompts_carry_the_keys_that_the_dialect_can_express(vectors, dialect):
     sets = {each["name"]: each for each in about_of(vectors, dialect)["sets"]}
     expected = KEYS.get(dialect.removesuffix("-bytes"), ALL_KEYS)
     assert sets.get("keys", {}).get("keys", []) == expected
@@ -178,14 +178,14 @@ def test_prompts_carry_what_the_dialect_can_say(vectors, dialect):
             assert query["local_hashes"] == Prompt(query["tokens"], **keys).block_hashes(4)
 
 
-# The salt stands among the extra keys of vLLM without a mark, and no router that we know of reads it from there: an
-# index of Dynamo's hashes takes two tenants for one.
+# The salt is among vLLM's extra keys without a mark, and no known router reads it from there: an index of Dynamo's
+# hashes treats two tenants as one.
 READ_BY_DYNAMO = [name for name in VECTORS if KEYS.get(name.removesuffix("-bytes"), ALL_KEYS) != []]
 READ_BY_DYNAMO = [name for name in READ_BY_DYNAMO if not name.startswith("vllm-") or name.startswith("vllm-0.14")]
 
 
 @pytest.mark.parametrize("dialect", READ_BY_DYNAMO)
-def test_an_index_gives_the_answers_of_prompts_with_keys(vectors, dialect):
+def test_the_reference_index_gives_the_answers_of_prompts_with_keys(vectors, dialect):
     index, folder, next_ids = RadixIndex(count_copies=True), vectors / dialect / "keys", Counter()
     queries, answered = lines(folder / "queries.jsonl"), 0
     for number, (batch, payload) in enumerate(batches_in(folder), 1):
@@ -203,7 +203,7 @@ def test_an_index_gives_the_answers_of_prompts_with_keys(vectors, dialect):
 
 
 def _assert_keys_matter(queries):
-    """Some tokens are there for one tenant and not for another, and some for one with keys."""
+    """Check that some tokens are cached for one tenant and not for another, and some only with keys."""
     answers = {}
     for query in queries:
         answers.setdefault((query["after"], *query["tokens"]), []).append((query["keys"], query["overlap"]))
@@ -217,14 +217,14 @@ def _assert_keys_matter(queries):
 
 
 @pytest.mark.parametrize("dialect", ["vllm-0.24", "vllm-0.33"])
-def test_a_reader_with_nothing_but_msgpack_tells_tenants_apart(vectors, dialect):
+def test_a_reader_with_only_msgpack_distinguishes_tenants(vectors, dialect):
     home = vectors / dialect / "keys"
     _assert_a_reader_of_msgpack_answers(home)
     _assert_keys_matter(lines(home / "queries.jsonl"))
 
 
 @pytest.mark.parametrize("dialect", VECTORS)
-def test_its_files_are_clean_for_a_check(vectors, dialect):
+def test_the_check_command_finds_no_problem_in_vector_files(vectors, dialect):
     for path in sorted((vectors / dialect).rglob("worker-*")):
         assert check_file(path, dialect=dialect).is_clean
         assert sum(1 for _ in split_payloads(path.read_bytes(), DIALECTS[dialect], path)) >= 1
@@ -234,13 +234,13 @@ def test_its_files_are_clean_for_a_check(vectors, dialect):
         assert any(isinstance(entry.event.event.data, Stored) for entry in capture.log)
 
 
-def test_copies_occur_where_an_engine_makes_them(vectors):
+def test_vllm_vectors_contain_copies_of_blocks(vectors):
     stored = [data for data in _data(batches_of(vectors, "vllm-0.33"), "vllm-0.33") if isinstance(data, Stored)]
     blocks = [block for data in stored for block in data.block_hashes]
     assert len(set(blocks)) < len(blocks)
 
 
-def test_the_same_seed_gives_the_same_bytes(tmp_path, vectors):
+def test_the_same_seed_gives_the_same_vector_files(tmp_path, vectors):
     names = ["sglang-0.5.9", "vllm-0.24-bytes"]
     assert names == write_vectors(tmp_path / "again", dialects=names)
     for name in names:
@@ -258,7 +258,7 @@ def test_the_same_seed_gives_the_same_bytes(tmp_path, vectors):
     assert (vectors / names[0] / "queries.jsonl").read_bytes() != other
 
 
-def test_what_cannot_be_done_is_refused(tmp_path):
+def test_unknown_dialects_and_unwritable_directories_are_refused(tmp_path):
     with pytest.raises(ValueError, match="unknown dialect 'vllm'"):
         write_vectors(tmp_path / "v", dialects=["vllm"])
     assert not (tmp_path / "v").exists()
@@ -267,7 +267,7 @@ def test_what_cannot_be_done_is_refused(tmp_path):
         write_vectors(tmp_path / "file", dialects=["vllm-0.9"])
 
 
-def test_a_directory_is_made_for_the_vectors_of_no_dialect_too(tmp_path):
+def test_a_directory_is_created_even_for_no_dialect(tmp_path):
     home = tmp_path / "new" / "vectors"
     assert write_vectors(home, dialects=[]) == []
     assert sorted(path.name for path in home.iterdir()) == ["README.md", "index.json"]

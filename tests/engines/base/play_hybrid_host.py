@@ -1,9 +1,9 @@
-"""Plays recorded programs of hosts below hybrid models and draft models, and compares every field of every step.
+"""Play recorded programs of hosts below hybrid models and draft models, and compare every field of every step.
 
     python tests/engines/base/play_hybrid_host.py FILE...
 
-It takes the files of SGLang's HiCache and of vLLM's native offload. It prints what differs by
-program and step, `N of M programs equal` last, and exits with 1 if any differs.
+It takes the files of SGLang's HiCache and of vLLM's native offload. It prints the differences by
+program and step, `N of M programs equal` last, and exits with 1 if any program differs.
 """
 
 import sys
@@ -15,7 +15,7 @@ import players
 
 
 def played(value):
-    """Each program's name, and what differs in it, or None; files of vLLM say what recorded them."""
+    """Yield each program's name with its differences, or None; files of vLLM name their recorder."""
     if isinstance(value, dict):
         return players.player("engines/base/play_hybrid_host_vllm.py").played(value["programs"])
     return players.player("engines/base/play_hybrid_host_sglang.py").Player.played(value)

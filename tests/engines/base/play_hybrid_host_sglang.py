@@ -1,7 +1,7 @@
-"""Plays recorded programs of SGLang's HiCache below windows, states and pairs, as its scheduler calls the cache.
+"""Play recorded programs of SGLang's HiCache below windows, states and pairs, as its scheduler calls the cache.
 
-The cache, its host and its storage are the package's. Of this program are what the recordings made up: when copies are
-done, when threads run, the clock, and the scheduler's order of calls and chunks in `add`.
+The cache, its host and its storage are those of the package. This program models what the recordings made up: when
+copies end, when threads run, the clock, and the scheduler's order of calls and chunks in `add`.
 """
 
 from players import player

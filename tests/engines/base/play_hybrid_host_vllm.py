@@ -1,8 +1,8 @@
-"""Plays recorded programs of vLLM's native offload below several cache groups, or a draft model, on ours.
+"""Play recorded programs of vLLM's native offload below several cache groups or a draft model on ours.
 
-What is played on is the device's block manager and `NativeOffload`. A plain model here are vLLM's
-scheduler with its budgets, and what the recording made up: how long copies take, which tokens are
-sampled, and how many drafts are accepted.
+The device's block manager and `NativeOffload` are those of the package. This program models vLLM's
+scheduler with its budgets, and what the recording made up: the durations of copies, the sampled
+tokens, and the numbers of accepted drafts.
 """
 
 import json
@@ -22,7 +22,7 @@ NATIVE = player("engines/vllm/play_vllm_offload.py")
 HYBRID = player("engines/vllm/play_hybrid.py")
 
 BEYOND_OUTPUT = 1_000_000
-"""The recording's tokens beyond those that a request was given."""
+"""The recorded tokens beyond those given for a request."""
 MEDIA = {"BlockStored": "S", "BlockRemoved": "R", "AllBlocksCleared": "C"}
 
 
@@ -33,20 +33,20 @@ class Request:
         self.name, self.state, self.offload = name, state, offload
         self.first, self.most = output
         self.sampled = 0
-        self.stale = 0  # tokens in flight whose answer is dropped
+        self.stale = 0  # tokens in flight whose results are dropped
         self.last_step = 0
         self.status = "waiting"  # loading, loaded, named, running, over
         self.is_prefill = True
 
     def answer(self, count):
-        """The next `count` tokens that were sampled; what is dropped counts, so that its output may run out."""
+        """Return the next `count` sampled tokens; dropped ones count, so the output may run out."""
         numbers = range(self.sampled, self.sampled + count)
         self.sampled += count
         return [(self.first if number < self.most else BEYOND_OUTPUT) + number for number in numbers]
 
     @property
     def in_flight(self):
-        """Tokens that are scheduled, and not processed."""
+        """Tokens that are scheduled but not processed."""
         return self.state.num_in_flight_tokens
 
     @property
@@ -55,7 +55,7 @@ class Request:
 
     @property
     def is_certain(self):
-        """Whether the answers in flight have its last token, whatever is accepted."""
+        """Whether the results in flight include its last token, however many drafts are accepted."""
         drafts, state = self.state.drafts, self.state
         reached = state.num_computed_tokens + 2 - drafts.placeholders
         return drafts.placeholders > 0 and reached >= state.tokens.num_prompt_tokens + self.most
@@ -86,7 +86,7 @@ class Engine(NATIVE.OffloadScheduler):
         self.drafts = 0 if draft is None else draft.tokens
         slots = 0 if draft is None else draft.slots
         self.input_slots = 0 if draft is None else draft.input_slots
-        # Slots that a step with drafts takes beyond a request's tokens, and their blocks.
+        # Slots of a step with drafts beyond a request's tokens, and their blocks.
         self.ahead = 1 + self.drafts + slots if self.drafts else 0
         self.step_blocks = sum(-(-self.ahead // each.block_size) for each in groups if each.kind != "mamba")
 
@@ -163,7 +163,7 @@ class Engine(NATIVE.OffloadScheduler):
         return self.compute(request, None, 0)
 
     def admit_new(self, request):
-        """Admit a request that has computed nothing: True; False: it is passed over; None: no other is admitted."""
+        """Try to admit a request without computed tokens: True: admitted; False: skipped; None: admission ends."""
         manager, state = self.manager, request.state
         hits = manager.get_computed_blocks(state)
         tail = hits.num_tokens % manager.geometry.scheduler_block_size
@@ -204,7 +204,7 @@ class Engine(NATIVE.OffloadScheduler):
             self.host.allocated(request.offload, tables, hit, self.manager.pool.names)
 
     def compute(self, request, hits, external, hit=None):
-        """Begin with what a request has, and tokens that come within the step."""
+        """Start a request from its computed tokens and the tokens that arrive within the step."""
         manager, state, drafts = self.manager, request.state, self.drafts
         room = min(self.budget, self.input_budget - self.input_slots)
         start = state.num_computed_tokens + (0 if hits is None else hits.num_tokens) + external
@@ -262,7 +262,7 @@ class Engine(NATIVE.OffloadScheduler):
             state.drafts.proposed = self.drafts
 
     def taken(self):
-        """The events since the last step, as recorded."""
+        """Return the events since the last step in the recorded form."""
         return list(map(self.row, super().taken()))
 
     def row(self, event):
@@ -297,11 +297,11 @@ def by_name(entry):
 
 
 def difference(program):
-    """The first difference of a program, as text; None if there is none."""
+    """Return the first difference of a program as text, or None."""
     return Engine(program).difference(program)
 
 
 def played(programs):
-    """Each program's name, and what differs in it, or None."""
+    """Yield each program's name with its difference, or None."""
     for program in programs:
         yield f"{program['geometry']}, seed {program['seed']}", difference(program)

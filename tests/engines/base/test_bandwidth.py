@@ -1,4 +1,4 @@
-"""Links whose bandwidth is shared: the recorded model, worked examples, what holds for all, and bad input."""
+"""Links with shared bandwidth: recordings, worked examples, properties, and invalid input."""
 
 import math
 from itertools import count
@@ -13,7 +13,7 @@ MB = 1_000_000
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_a_recorded_link_gives_the_recorded_numbers_to_the_last_digit(recording, number):
+def test_a_link_gives_exactly_the_recorded_answers(recording, number):
     links = recording("offload.json.gz")["links"]
     assert len(links) == 8
     program = links[number]
@@ -32,7 +32,7 @@ def test_a_recorded_link_gives_the_recorded_numbers_to_the_last_digit(recording,
     ],
     ids=["alone", "two at once", "a second on the way", "ten at once"],
 )
-def test_transfers_of_a_megabyte_at_one_gigabyte_a_second(starts, finishes):
+def test_concurrent_transfers_share_the_bandwidth_of_a_link_equally(starts, finishes):
     link = Link(1.0)
     for now in starts:
         assert link.advance(now) == []
@@ -44,30 +44,30 @@ def test_transfers_of_a_megabyte_at_one_gigabyte_a_second(starts, finishes):
 
 
 @pytest.mark.parametrize("gbps", [0.0, 0, -1.0])
-def test_no_bandwidth_limit_means_that_a_transfer_is_done_at_once(gbps):
+def test_a_transfer_without_a_bandwidth_limit_completes_at_once(gbps):
     link = Link(gbps)
     link.start(3.0, 7 * MB)
     assert link.earliest() == 3.0
     assert link.advance(3.0) == [0]
 
 
-def test_time_that_goes_backwards_takes_no_bytes_back():
+def test_an_earlier_time_does_not_move_the_clock_of_a_link_back():
     link = Link(1.0)
     link.start(0.0, 4 * MB)
     assert link.advance(2.0) == []
     assert link.advance(1.0) == []
     assert link.earliest() == 4.0
-    link.start(1.0, MB)  # begins at 2.0, the link's own time
+    link.start(1.0, MB)  # starts at 2.0, the link's own time
     assert link.earliest() == 4.0
 
 
-def test_links_that_share_their_ids_never_give_one_twice():
+def test_links_that_share_a_counter_give_unique_transfer_ids():
     ids = count()
     there, back = Link(1.0, ids), Link(2.0, ids)
     assert [there.start(0.0, 1), back.start(0.0, 1), there.start(0.0, 1)] == [0, 1, 2]
 
 
-def test_a_link_that_is_cancelled_has_nothing_under_way():
+def test_a_cancelled_link_has_no_active_transfer():
     link = Link(1.0)
     link.start(0.0, MB)
     link.cancel()
@@ -75,7 +75,7 @@ def test_a_link_that_is_cancelled_has_nothing_under_way():
 
 
 @given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 5 * MB)), min_size=1, max_size=12), st.data())
-def test_all_bytes_arrive_neither_earlier_nor_later_than_the_link_can_carry_them(gaps, data):
+def test_every_transfer_arrives_as_early_and_as_late_as_the_bandwidth_allows(gaps, data):
     link, now, started, done = Link(1.0), 0.0, {}, {}
 
     def advance(to):
@@ -114,7 +114,7 @@ def test_invalid_bytes_are_refused(size):
     assert (link.active, link.earliest()) == (0, None)
 
 
-def test_a_byte_count_beyond_the_range_of_numbers_is_refused():
+def test_a_byte_count_beyond_the_range_of_floats_is_refused():
     link = Link(1.0)
     with pytest.raises(
         ValueError, match=r"^bytes must be a finite number of at least 0 \(bytes of a transfer\), got 10"

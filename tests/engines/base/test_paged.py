@@ -1,4 +1,4 @@
-"""inference_lab's KVCacheManager: the tests of the original, its arithmetic, and what it refuses."""
+"""inference_lab's KVCacheManager: the tests of the original, its arithmetic, and refused input."""
 
 import pytest
 from hypothesis import given
@@ -24,7 +24,7 @@ def state_of(manager):
 # ---------------------------------------------------------------------------- the tests of the original, in its order
 
 
-def test_a_manager_has_the_blocks_that_fit_into_its_capacity():
+def test_a_manager_has_as_many_blocks_as_fit_into_its_capacity():
     manager = PagedCacheManager(16000, 16, 100, False)
     assert manager.block_size == 16
     assert manager.total_blocks == 10
@@ -32,7 +32,7 @@ def test_a_manager_has_the_blocks_that_fit_into_its_capacity():
     assert manager.utilization == 0.0
 
 
-def test_blocks_are_allocated_for_what_a_request_lacks():
+def test_only_the_blocks_that_a_request_still_needs_are_allocated():
     manager = PagedCacheManager(16000, 16, 100, False)
     request = request_of(32)
     blocks = manager.allocate_blocks(request, 32)
@@ -45,13 +45,13 @@ def test_blocks_are_allocated_for_what_a_request_lacks():
     assert manager.num_free_blocks == 7
 
 
-def test_what_does_not_fit_is_not_allocated():
+def test_an_allocation_larger_than_the_capacity_returns_none():
     manager = PagedCacheManager(1600, 16, 100, False)
     assert manager.total_blocks == 1
     assert manager.allocate_blocks(request_of(32), 32) is None
 
 
-def test_freed_blocks_are_free():
+def test_freed_blocks_count_as_free_again():
     manager = PagedCacheManager(16000, 16, 100, False)
     blocks = manager.allocate_blocks(request_of(32), 32)
     assert manager.num_free_blocks == 8
@@ -60,7 +60,7 @@ def test_freed_blocks_are_free():
     assert manager.utilization == 0.0
 
 
-def test_utilization_is_the_share_in_use():
+def test_utilization_is_the_share_of_blocks_in_use():
     manager = PagedCacheManager(16000, 16, 100, False)
     assert manager.utilization == 0.0
     blocks = manager.allocate_blocks(request_of(32), 32)
@@ -69,7 +69,7 @@ def test_utilization_is_the_share_in_use():
     assert manager.utilization == 0.0
 
 
-def test_a_prompt_that_was_missed_is_hit():
+def test_a_prompt_is_a_prefix_cache_hit_after_its_first_miss():
     manager = PagedCacheManager(16000, 16, 100, True)
     first = request_of(16)
     first.kv_blocks.extend(manager.allocate_blocks(first, 16))
@@ -90,11 +90,11 @@ def test_a_prompt_that_was_missed_is_hit():
         (3200, 16, 100, 2),
         (7, 1, 1, 7),
         (7, 2, 3, 1),
-        (40 * 2**30, 16, 131072, 20480),  # 40 GiB, a model of 128 KiB a token
-        (2**64, 1, 1, 2**64),  # what is not used takes no memory
+        (40 * 2**30, 16, 131072, 20480),  # 40 GiB, for a model of 128 KiB per token
+        (2**64, 1, 1, 2**64),  # unused blocks take no memory
     ],
 )
-def test_capacity_in_bytes_is_whole_blocks(capacity, block_size, bytes_per_token, total):
+def test_the_capacity_in_bytes_is_rounded_down_to_whole_blocks(capacity, block_size, bytes_per_token, total):
     manager = PagedCacheManager(capacity, block_size, bytes_per_token)
     assert total == manager.total_blocks == manager.num_free_blocks
     assert [total - 1] == manager.allocate_blocks(request_of(1), 1)
@@ -110,24 +110,24 @@ def test_capacity_in_bytes_is_whole_blocks(capacity, block_size, bytes_per_token
         (16, 1, 1, 1),
         (17, 2, 15, 0),
         (17, 2, 16, 1),
-        (0, 3, 16, 0),  # it has more than it needs
-        (100, 0, 1, 7),  # what it says of itself counts, not what it was given
+        (0, 3, 16, 0),  # it has more blocks than it needs
+        (100, 0, 1, 7),  # its own token counts decide, not its blocks
         (0, 0, 160, 10),
         (0, 0, 161, None),
         (160, 10, 1, None),
     ],
 )
-def test_a_request_needs_blocks_for_all_its_tokens_but_those_that_it_has(computed, has, tokens, needed):
+def test_blocks_needed_cover_all_tokens_of_a_request_minus_the_blocks_that_it_has(computed, has, tokens, needed):
     manager = PagedCacheManager(160, 16, 1)
     request = PagedRequest("r", 0, 0.0, 32, 50, computed, manager.allocate_blocks(request_of(1), 16 * has))
     free = manager.num_free_blocks
     blocks = manager.allocate_blocks(request, tokens)
     assert needed == (None if blocks is None else len(blocks))
     assert free - (needed or 0) == manager.num_free_blocks
-    assert has == len(request.kv_blocks)  # adding them is the scheduler's
+    assert has == len(request.kv_blocks)  # the scheduler adds them
 
 
-def test_the_highest_id_comes_first_and_then_what_came_back_last():
+def test_allocation_takes_the_last_freed_block_first_and_highest_ids_before_lower_ones():
     manager = PagedCacheManager(5, 1, 1)
     request = request_of(1)
     assert manager.allocate_blocks(request, 3) == [4, 3, 2]
@@ -138,7 +138,7 @@ def test_the_highest_id_comes_first_and_then_what_came_back_last():
     assert manager.utilization == 1.0
 
 
-def test_a_shared_block_is_free_when_all_let_it_go():
+def test_a_shared_block_becomes_free_with_its_last_reference():
     manager = PagedCacheManager(4, 1, 1)
     blocks = manager.allocate_blocks(request_of(2), 2)
     manager.reference_blocks([3, 3])
@@ -166,7 +166,7 @@ def cached(request_id, num_prompt_tokens, *kv_blocks):
         (cached("no blocks", 40), 0),
     ],
 )
-def test_a_prompt_is_known_by_id_and_length(asked, found):
+def test_the_prefix_cache_matches_prompts_by_id_and_length(asked, found):
     manager = PagedCacheManager(1600, 16, 1, True)
     for request in (cached("a", 40, 9), cached("short", 5, 8), cached("no blocks", 40)):
         assert manager.check_prefix_cache(request) == 0
@@ -174,7 +174,7 @@ def test_a_prompt_is_known_by_id_and_length(asked, found):
     assert (bool(found), 4 - bool(found)) == (manager.num_prefix_cache_hits, manager.num_prefix_cache_misses)
 
 
-def test_a_known_prompt_stays_known_after_its_blocks_are_freed():
+def test_a_cached_prompt_is_still_hit_after_its_blocks_are_freed():
     manager = PagedCacheManager(1600, 16, 1, True)
     request = request_of(16)
     request.kv_blocks.extend(manager.allocate_blocks(request, 16))
@@ -183,7 +183,7 @@ def test_a_known_prompt_stays_known_after_its_blocks_are_freed():
     assert manager.check_prefix_cache(request_of(16)) == 16
 
 
-def test_without_prefix_caching_nothing_is_found_or_counted():
+def test_without_prefix_caching_no_lookup_hits_or_is_counted():
     manager = PagedCacheManager(1600, 16, 1)
     request = cached("a", 40, 9)
     assert [manager.check_prefix_cache(request) for _ in range(2)] == [0, 0]
@@ -194,7 +194,7 @@ def test_without_prefix_caching_nothing_is_found_or_counted():
 
 
 class Schedule:
-    """Requests over a manager, beside a plain list as its stack of free blocks."""
+    """Requests over a manager, compared with a plain list as the stack of free blocks."""
 
     def __init__(self, total_blocks, block_size):
         self.manager = PagedCacheManager(total_blocks * block_size, block_size, 1)
@@ -235,7 +235,7 @@ STEPS = st.lists(st.one_of(st.tuples(NAMES, st.integers(0, 12)), st.tuples(NAMES
 
 
 @given(st.integers(1, 12), st.integers(1, 5), STEPS)
-def test_in_any_schedule_blocks_are_conserved_and_come_from_the_top_of_the_stack(total_blocks, block_size, steps):
+def test_any_schedule_conserves_blocks_and_allocates_from_the_top_of_the_stack(total_blocks, block_size, steps):
     schedule = Schedule(total_blocks, block_size)
     for name, step in steps:
         if isinstance(step, bool):
@@ -250,7 +250,7 @@ def test_in_any_schedule_blocks_are_conserved_and_come_from_the_top_of_the_stack
 
 
 @given(st.lists(st.integers(0, 5), max_size=8), st.lists(st.integers(0, 5), max_size=4))
-def test_freeing_takes_all_of_a_list_or_nothing(freed, shared):
+def test_freeing_a_list_of_blocks_is_all_or_nothing(freed, shared):
     manager = PagedCacheManager(6, 1, 1)
     in_use = manager.allocate_blocks(request_of(1), 4)
     shared = [block for block in shared if block in in_use]
@@ -370,7 +370,7 @@ def spoilt(**fields):
         ),
     ],
 )
-def test_calls_that_would_break_its_state_are_refused_and_change_nothing(call, said):
+def test_calls_that_would_corrupt_the_manager_are_refused_and_change_nothing(call, said):
     manager = PagedCacheManager(160, 16, 1, True)
     manager.allocate_blocks(request_of(32), 32)
     before = state_of(manager)
@@ -378,7 +378,7 @@ def test_calls_that_would_break_its_state_are_refused_and_change_nothing(call, s
         call(manager)
     assert said == str(error.value)
     assert before == state_of(manager)
-    assert manager.allocate_blocks(request_of(16), 16) == [7]  # the top of the stack is as it was
+    assert manager.allocate_blocks(request_of(16), 16) == [7]  # the top of the stack is unchanged
 
 
 def test_the_repr_of_a_pool_shows_its_use():

@@ -1,6 +1,4 @@
-"""What a sink raises leaves the manager's call when that is complete: state, ids and later events are as with any
-other sink.
-"""
+"""A manager raises a sink's error at the end of the call: state, ids and later events are as with any other sink."""
 
 from contextlib import suppress
 from random import Random
@@ -19,7 +17,7 @@ PARTIAL = UUID(int=1, version=4)
 
 
 class Refusing(CapturingSink):
-    """Keeps each event, and raises for it."""
+    """A sink that keeps each event and raises for it."""
 
     def publish(self, event, storage_tier=StorageTier.DEVICE, token_ids=None):
         super().publish(event, storage_tier, token_ids)
@@ -89,7 +87,7 @@ def page_calls(manager):
     yield lambda: manager.finish(one)
     yield lambda: manager.allocate(other, 2 * SIZE)
     yield lambda: manager.finish(other)
-    yield lambda: manager.allocate(third, SIZE)  # evicts, and stores
+    yield lambda: manager.allocate(third, SIZE)  # evicts and stores
     yield lambda: manager.release(third)
     yield lambda: manager.allocate(copy, 2 * SIZE)
     yield lambda: manager.release(copy)
@@ -155,7 +153,7 @@ def state_of(manager):
 @pytest.mark.parametrize(
     ("name", "options", "program"), [(name, *rest) for name, rest in PROGRAMS.items()], ids=PROGRAMS
 )
-def test_a_call_whose_sink_raises_is_complete_and_then_raises_what_came_first(name, options, program):
+def test_a_call_completes_before_it_raises_the_first_error_of_its_sink(name, options, program):
     def make():
         return create_manager(name.split()[0], num_blocks=4, block_size=SIZE, sink=CapturingSink(), **options)
 
@@ -178,12 +176,12 @@ def test_a_call_whose_sink_raises_is_complete_and_then_raises_what_came_first(na
     assert raised > 3
 
 
-def test_a_sink_that_refuses_the_first_event_of_a_manager_fails_its_making():
+def test_create_manager_raises_the_error_of_a_sink_that_refuses_the_first_event():
     with pytest.raises(OSError, match=r"^event 0$"):
         create_manager("sglang", num_blocks=4, block_size=SIZE, sink=Refusing())
 
 
-def test_a_call_that_is_refused_after_one_whose_sink_raised_raises_its_own_error():
+def test_a_refused_call_raises_its_own_error_after_a_sink_error_of_an_earlier_call():
     manager = create_manager("lru", num_blocks=4, block_size=SIZE, sink=Refusing())
     with pytest.raises(OSError, match=r"^event 0$"):
         manager.use([1])
@@ -194,14 +192,14 @@ def test_a_call_that_is_refused_after_one_whose_sink_raised_raises_its_own_error
 
 
 def refused_part(publisher):
-    """A call whose sink raises before it raises by itself."""
+    """A call whose sink raises before the call itself raises."""
     with publisher.one_call():
         publisher.publish(Cleared())
         raise ValueError("of the part")
 
 
 def call_of_parts(publisher):
-    """A call that goes on where a part of it is refused."""
+    """A call that continues after a part of it is refused."""
     with publisher.one_call():
         with suppress(ValueError):
             refused_part(publisher)
@@ -215,14 +213,14 @@ def test_a_call_that_raises_leaves_no_sink_error_to_the_next_call():
     assert None is publisher.failure
 
 
-def test_a_part_of_a_call_that_fails_and_is_caught_leaves_what_its_sink_raised_to_the_end():
+def test_a_call_that_catches_the_error_of_a_part_still_raises_the_sink_error_at_its_end():
     publisher = EventPublisher(Refusing(), 0)
     with pytest.raises(OSError, match=r"^event 0$"):
         call_of_parts(publisher)
     assert None is publisher.failure
 
 
-def test_what_a_sink_raises_for_an_event_of_a_host_leaves_the_call_that_publishes_it():
+def test_a_sink_error_for_a_host_event_is_raised_by_the_call_that_publishes_it():
     sink = Refusing()
     manager = create_manager("vllm", num_blocks=4, block_size=SIZE, sink=sink, tiers={"host": 4})
     manager.offload.take_events = lambda: [(Stored(None, (1,), (2,)), StorageTier.HOST_PINNED, None, None)]
@@ -230,4 +228,4 @@ def test_what_a_sink_raises_for_an_event_of_a_host_leaves_the_call_that_publishe
         manager.publish_below()
     assert [each.storage_tier for each in sink.router_events] == [StorageTier.HOST_PINNED]
     manager.offload.take_events = list
-    manager.publish_below()  # and nothing is raised again
+    manager.publish_below()  # the error is not raised again

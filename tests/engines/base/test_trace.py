@@ -1,4 +1,4 @@
-"""The KV cache trace in the log: off by default, on at any time, one line for each allocation and each eviction."""
+"""The KV cache trace in the log: off by default, switchable at any time, one line per allocation and eviction."""
 
 import logging
 import os
@@ -26,7 +26,7 @@ def traced(caplog):
 
 
 def rows(caplog):
-    """What happened to which blocks where, and the active and inactive blocks of that moment."""
+    """Return event, tier, blocks, and the active and inactive block counts of each trace line."""
     return [
         (record.event, record.tier, record.block_ids, record.active_blocks, record.inactive_blocks)
         for record in traced(caplog)
@@ -34,11 +34,11 @@ def rows(caplog):
 
 
 def lines(caplog):
-    """The lines, but for the time."""
+    """Return the lines without their time."""
     return [record.getMessage().replace(f"={record.timestamp_ms} ", "=T ") for record in traced(caplog)]
 
 
-def test_nothing_is_logged_unless_somebody_asks(caplog):
+def test_the_trace_is_off_by_default(caplog):
     caplog.set_level(logging.INFO)
     manager_of().use([1, 2, 3])
 
@@ -46,7 +46,7 @@ def test_nothing_is_logged_unless_somebody_asks(caplog):
 
 
 @pytest.mark.parametrize("backend", DYNAMO)
-def test_allocation_and_eviction_are_lines_of_1_2_1_with_backend_tier_and_blocks(caplog, backend):
+def test_allocations_and_evictions_are_logged_as_in_1_2_1_with_backend_tier_and_blocks(caplog, backend):
     caplog.set_level(logging.DEBUG, LOGGER)
     manager = manager_of(backend)
     manager.use([1, 2, 3])
@@ -64,7 +64,7 @@ def test_allocation_and_eviction_are_lines_of_1_2_1_with_backend_tier_and_blocks
     ] == lines(caplog)
 
 
-def test_each_eviction_of_hash_cache_is_a_line_of_1_0_2_with_the_sizes_of_that_moment(caplog):
+def test_hash_cache_logs_each_eviction_as_1_0_2_with_the_sizes_of_that_moment(caplog):
     caplog.set_level(logging.DEBUG, LOGGER)
     manager = manager_of("hash_cache", dp_rank=3)
     manager.use([1, 2, 3, 4])
@@ -77,13 +77,13 @@ def test_each_eviction_of_hash_cache_is_a_line_of_1_0_2_with_the_sizes_of_that_m
         "inactive_blocks={} total_blocks=4 dp_rank=3"
     )
     assert [
-        line.format("eviction", "1", 1, 1, 2),  # 5 takes its place, then 2 is woken
+        line.format("eviction", "1", 1, 1, 2),  # 5 takes its place, then 2 is reactivated
         line.format("eviction", "3", 1, 3, 0),
         line.format("allocation", "5, 6", 0, 4, 0),
     ] == lines(caplog)
 
 
-def test_a_failed_use_of_hash_cache_shows_its_evictions(caplog):
+def test_a_failed_use_of_hash_cache_logs_its_evictions(caplog):
     manager = manager_of("hash_cache", num_blocks=2)
     manager.use([1, 2])
     manager.deref(1)
@@ -93,7 +93,7 @@ def test_a_failed_use_of_hash_cache_shows_its_evictions(caplog):
     assert rows(caplog) == [("eviction", "device", [1], 1, 0)]
 
 
-def test_an_evicted_partial_block_makes_room_without_a_line(caplog):
+def test_an_evicted_partial_block_is_not_logged(caplog):
     manager = manager_of("hash_cache", num_blocks=2)
     partial = UUID(int=1, version=4)
     manager.use([1, partial])
@@ -104,7 +104,7 @@ def test_an_evicted_partial_block_makes_room_without_a_line(caplog):
     assert rows(caplog) == [("eviction", "device", [1], 1, 0), ("allocation", "device", [2, 3], 2, 0)]
 
 
-def test_a_block_that_one_use_evicts_and_stores_again_is_in_both_lines(caplog):
+def test_a_block_that_one_use_evicts_and_stores_again_is_logged_as_both(caplog):
     manager = manager_of("hash_cache", num_blocks=2)
     manager.use([1, 2])
     manager.deref(1, 2)
@@ -118,7 +118,7 @@ def test_a_block_that_one_use_evicts_and_stores_again_is_in_both_lines(caplog):
     ]
 
 
-def test_destroyed_blocks_are_one_eviction(caplog):
+def test_blocks_of_one_destroy_are_logged_as_one_eviction(caplog):
     manager = manager_of("hash_cache")
     manager.use([1, 2, 3])
     caplog.set_level(logging.DEBUG, LOGGER)
@@ -128,17 +128,17 @@ def test_destroyed_blocks_are_one_eviction(caplog):
 
 
 @pytest.mark.parametrize("backend", DYNAMO)
-def test_blocks_of_the_host_are_lines_too_with_the_sizes_of_the_device(caplog, backend):
+def test_host_allocations_and_evictions_are_logged_with_the_sizes_of_the_device(caplog, backend):
     caplog.set_level(logging.DEBUG, LOGGER)
     manager = manager_of(backend, num_blocks=2, tiers={"host": 1})
     manager.use([1])
     manager.use([2])
     manager.deref(1)
     manager.deref(2)
-    manager.use([3])  # evicts 1, which is copied at the next tick; its slot is not free before
+    manager.use([3])  # evicts 1, which is copied at the next tick; only then is its slot free
     manager.tick(1.0)
     manager.use([3])
-    manager.use([4])  # evicts 2, for which the host drops 1
+    manager.use([4])  # evicts 2; the host evicts 1 for it
     manager.tick(2.0)
 
     assert rows(caplog) == [
@@ -153,7 +153,7 @@ def test_blocks_of_the_host_are_lines_too_with_the_sizes_of_the_device(caplog, b
     ]
 
 
-def test_the_fields_are_attributes_of_the_record(caplog):
+def test_the_fields_of_a_trace_line_are_attributes_of_the_log_record(caplog):
     caplog.set_level(logging.DEBUG, LOGGER)
     before = int(time.time() * 1000)
     manager_of().use([1, 2])
@@ -183,7 +183,7 @@ def test_a_partial_block_is_logged_when_it_is_promoted(caplog):
 
 
 @pytest.mark.parametrize("backend", ["hash_cache", "lineage"])
-def test_it_is_logged_without_a_sink_too_as_in_the_original(caplog, backend):
+def test_the_trace_is_logged_without_a_sink_as_in_the_original(caplog, backend):
     with caplog.at_level(logging.DEBUG, LOGGER):
         manager_of(backend, sink=CapturingSink()).use([1])
         manager_of(backend, sink=None).use([1])
@@ -192,7 +192,7 @@ def test_it_is_logged_without_a_sink_too_as_in_the_original(caplog, backend):
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang", "mocker_sglang_1_6"])
-def test_engines_that_take_requests_have_the_line_as_well(caplog, backend):
+def test_engines_that_take_requests_log_allocations_too(caplog, backend):
     with caplog.at_level(logging.DEBUG, LOGGER), RouterHarness(backend=backend) as kv:
         kv.worker(0).serve([1] * 32)
 
@@ -201,7 +201,7 @@ def test_engines_that_take_requests_have_the_line_as_well(caplog, backend):
     assert len(record.block_ids) == 2
 
 
-def test_hits_and_frees_are_not_allocations(caplog):
+def test_hits_and_frees_are_not_logged_as_allocations(caplog):
     manager = manager_of()
     manager.use([1, 2])
     caplog.set_level(logging.DEBUG, LOGGER)
@@ -212,7 +212,7 @@ def test_hits_and_frees_are_not_allocations(caplog):
 
 
 @pytest.mark.parametrize("first", [logging.DEBUG, logging.WARNING])
-def test_it_can_be_switched_amid_a_test(caplog, first):
+def test_the_trace_can_be_switched_on_and_off_during_a_test(caplog, first):
     manager = manager_of()
     caplog.set_level(first, LOGGER)
     manager.use([1])
@@ -227,12 +227,12 @@ def test_it_can_be_switched_amid_a_test(caplog, first):
     [("1", True), ("true", True), ("TRUE", True), ("tRuE", True)]
     + [(value, False) for value in (None, "", "0", "2", "01", "yes", "on", "false", " true", "1 ")],
 )
-def test_the_variable_is_read_as_dynamo_mocker_reads_it(value, expected):
+def test_the_environment_variable_is_parsed_as_by_dynamo_mocker(value, expected):
     assert is_asked_for(value) == expected
 
 
 @pytest.mark.parametrize(("value", "expected"), [("1", ["INFO allocation", "WARNING"]), ("0", ["WARNING"])])
-def test_the_variable_switches_it_on_at_info_and_nothing_below(value, expected):
+def test_the_environment_variable_logs_the_trace_at_info_and_enables_no_debug_lines(value, expected):
     program = """if True:
         import logging
         logging.basicConfig(format="%(levelname)s %(event)s", level=logging.WARNING)

@@ -1,14 +1,12 @@
-"""Programs that wake blocks out of the middle of cached chains, and what dynamo-mocker 1.2.1 answers to them over
-`lineage`.
+"""Programs that reuse blocks from the middle of cached chains, with the answers of dynamo-mocker 1.2.1 over `lineage`.
 
-The answers are those of a model, which is as plain as it can be: it looks at every cached block each time. It knows
-full blocks alone, each with a lineage hash of its own. `python plain_lineage.py COUNT [SEED]` prints programs as lines
-of JSON, `{backend, capacity, block_size, seed, ops}`, in the operations of the recordings, for a driver of the real
-manager.
+The answers come from a deliberately simple model that checks every cached block each time. It knows only full blocks,
+each with its own lineage hash. `python plain_lineage.py COUNT [SEED]` prints programs as lines of JSON, `{backend,
+capacity, block_size, seed, ops}`, in the operations of the recordings, for a driver of the real manager.
 
-Why such programs: a block whose turn to be evicted comes while another hangs below it waits until it is a leaf. Nearly
-always it becomes one as its last child is evicted; if that child is used again instead, nothing is evicted at that
-moment. Requests never do this, as who uses a child holds its parents too, and blocks in any order seldom do.
+Reason for these programs: a block that is due for eviction but has a child waits until it is a leaf. It nearly always
+becomes one when its last child is evicted; if that child is reused instead, no block is evicted at that moment.
+Requests never do this, because a request that uses a child also holds its parents; random orders of blocks seldom do.
 """
 
 import json
@@ -17,16 +15,16 @@ import sys
 
 
 class PlainForest:
-    """The inactive blocks: leaves are evicted only, the one that was inserted longest ago first (kvbm-logical,
+    """The inactive blocks: only leaves are evicted, the least recently inserted first (kvbm-logical,
     `LineageBackend`).
 
     Args:
         parents: the parent of each block, None for a root.
 
     Attributes:
-        turns: the inactive blocks, with their turn.
-        above: the block that counts another as its child: from its insertion until it is neither inactive nor has a
-            child.
+        turns: each inactive block with its turn.
+        above: the parent that counts a block as its child, from the insertion of the block until it is neither
+            inactive nor has a child.
     """
 
     def __init__(self, parents):
@@ -55,18 +53,18 @@ class PlainForest:
         return leaf
 
     def order(self):
-        """The inactive blocks as evictions would take them; nothing changes."""
+        """Return the inactive blocks in eviction order without changing them."""
         forest = PlainForest(self.parents)
         forest.turns, forest.above = dict(self.turns), dict(self.above)
         return [forest.evict() for _ in self.turns]
 
 
 class PlainManager:
-    """What a Use and a Deref do to full blocks.
+    """The effects of Use and Deref on full blocks.
 
     Attributes:
         active: references to each block in use.
-        entries: the cached blocks of which the manager could publish a Removed.
+        entries: the cached blocks for which the manager could publish a Removed.
     """
 
     def __init__(self, capacity, parents):
@@ -77,7 +75,7 @@ class PlainManager:
         self.events = 0
 
     def row(self, value, events):
-        """A step of a recording, but for its operation."""
+        """Return a step in the recorded form, without its operation."""
         for event in events:
             event.insert(1, self.events)
             self.events += 1
@@ -119,14 +117,14 @@ def local_hash(block):
 
 
 class Program:
-    """A random program of the model, and the steps that it makes.
+    """A random program of the model, with its steps.
 
     Args:
-        seed: of all that is random.
+        seed: of all random choices.
 
     Attributes:
         steps: rows as in a recording: the operation, its answer, events, active blocks, references, inactive blocks.
-        orders: the inactive blocks after each step, in the order in which they would be evicted.
+        orders: the inactive blocks after each step, in eviction order.
     """
 
     def __init__(self, seed):
@@ -172,19 +170,19 @@ class Program:
         self.orders.append(self.manager.forest.order())
 
     def chain(self):
-        """Use a chain; mostly it is freed at once, root first or tail first."""
+        """Use a chain and mostly free it at once, root first or tail first."""
         self.use(self.chain_to(self.rng.choice(list(self.parents))))
         if self.steps[-1][1] and self.rng.random() < 0.8:
             blocks = self.steps[-1][0][1][: self.steps[-1][1]]
             self.deref(blocks if self.rng.random() < 0.7 else blocks[::-1])
 
     def wake(self):
-        """Use one inactive block without those above it."""
+        """Use one inactive block without its ancestors."""
         if self.manager.forest.turns:
             self.use([self.rng.choice(list(self.manager.forest.turns))])
 
     def press(self):
-        """Store new blocks, for which others are evicted, and free some of them."""
+        """Store new blocks, so that others are evicted, and free some of them."""
         for _ in range(self.rng.randint(1, 3)):
             self.use([self.fresh()])
             if self.steps[-1][1] and self.rng.random() < 0.6:
@@ -202,7 +200,7 @@ class Program:
             self.deref(blocks)
 
     def as_json(self):
-        """The program, as a driver of the real manager is given it."""
+        """Return the program in the form for a driver of the real manager."""
         head = {"backend": "lineage", "capacity": self.capacity, "block_size": 16, "seed": self.seed}
         return json.dumps({**head, "ops": [operation for operation, *_ in self.steps]})
 

@@ -1,4 +1,4 @@
-"""The policies by themselves: kvbm-logical's own examples, and the order they promise."""
+"""Eviction policies alone: kvbm-logical's own examples, and their eviction orders."""
 
 import pytest
 from cache_helpers import POLICIES
@@ -18,7 +18,7 @@ def new_slot(policy, name, plh):
 
 
 def chain(policy, names, start=0, parent=None):
-    """Registered slots, each the child of the one before it."""
+    """Return registered slots, each the child of the previous one."""
     slots = []
     for position, name in enumerate(names, start):
         slots.append(new_slot(policy, name, lineage_hash(name, parent, position)))
@@ -54,7 +54,7 @@ def test_an_empty_policy_evicts_nothing(policy):
     assert policy.order() == []
 
 
-def test_order_lists_the_slots_in_the_order_of_evict(policy):
+def test_order_lists_the_slots_in_eviction_order(policy):
     tree = [*chain(policy, range(5)), *chain(policy, [15, 16], 2, 1), *chain(policy, [20])]
     insert(policy, [tree[i] for i in (3, 0, 7, 6, 4, 1, 5, 2)])
     policy.remove([tree[4]])
@@ -71,7 +71,7 @@ def test_a_chain_freed_tail_first_is_evicted_tail_first(policy):
     assert evict_all(policy) == [4, 3, 2, 1, 0]
 
 
-def test_a_slot_inserted_again_counts_as_new(policy):
+def test_a_slot_that_is_inserted_again_moves_to_the_end_of_the_eviction_order(policy):
     slots = [*chain(policy, [1]), *chain(policy, [2]), *chain(policy, [3])]
     insert(policy, slots)
     policy.remove([slots[0]])
@@ -79,14 +79,14 @@ def test_a_slot_inserted_again_counts_as_new(policy):
     assert evict_all(policy) == [2, 3, 1]
 
 
-def test_a_touch_changes_nothing_by_itself(policy):
+def test_a_touch_alone_does_not_change_the_eviction_order(policy):
     slots = [*chain(policy, [1]), *chain(policy, [2])]
     policy._on_touch(slots[0])
     insert(policy, slots)
     assert evict_all(policy) == [1, 2]
 
 
-def test_reuse_without_eviction_does_not_pile_up(policy):
+def test_reuse_without_eviction_does_not_grow_the_queue(policy):
     slots = chain(policy, range(8))
     insert(policy, slots[::-1])
     for _ in range(1000):
@@ -108,7 +108,7 @@ def test_a_slot_can_be_registered_again(policy):
     assert evict_all(policy) == [1, 0, 9]
 
 
-def test_nothing_is_left_after_a_clear(policy):
+def test_a_cleared_policy_holds_no_slot(policy):
     slots = chain(policy, range(4))
     insert(policy, slots[::-1])
     policy.remove([slots[0]])
@@ -135,7 +135,7 @@ def test_lineage_evicts_the_child_before_its_older_parent():
     assert evict_all(policy) == [2, 1]
 
 
-def test_lineage_fills_the_ghost_of_a_parent_that_comes_later():
+def test_lineage_evicts_a_child_before_a_parent_that_was_inserted_later():
     policy = LineagePolicy()
     parent, child = chain(policy, [1, 2])
     policy.insert([child])
@@ -144,14 +144,14 @@ def test_lineage_fills_the_ghost_of_a_parent_that_comes_later():
     assert evict_all(policy) == [2, 1]
 
 
-def test_lineage_knows_no_parent_of_an_orphan():
+def test_lineage_keeps_no_node_for_the_missing_parent_of_an_evicted_block():
     policy = LineagePolicy()
     insert(policy, chain(policy, [3], start=7, parent=2))
     assert evict_all(policy) == [3]
     assert policy._nodes == {}
 
 
-def test_lineage_has_one_leaf_a_chain():
+def test_lineage_treats_only_the_tail_of_a_chain_as_a_leaf():
     policy = LineagePolicy()
     insert(policy, chain(policy, [1, 2, 3]))
     insert(policy, chain(policy, [11, 12, 13]))
@@ -159,21 +159,21 @@ def test_lineage_has_one_leaf_a_chain():
     assert names(policy.order()) == [2, 1, 13, 12, 11]
 
 
-def test_lineage_takes_the_older_of_two_chains_to_its_root_first():
+def test_lineage_evicts_all_of_an_older_chain_before_a_newer_one():
     policy = LineagePolicy()
     insert(policy, chain(policy, range(5)))
     insert(policy, chain(policy, range(10, 15)))
     assert evict_all(policy) == [4, 3, 2, 1, 0, 14, 13, 12, 11, 10]
 
 
-def test_lineage_gives_an_exposed_parent_its_old_turn():
+def test_lineage_evicts_a_parent_without_children_in_its_original_turn():
     policy = LineagePolicy()
     insert(policy, chain(policy, [1, 2]))
     insert(policy, chain(policy, [11, 12]))
     assert evict_all(policy) == [2, 1, 12, 11]
 
 
-def test_lineage_prunes_a_chain_of_a_thousand_from_either_end():
+def test_lineage_keeps_its_order_when_either_end_of_a_long_chain_is_removed():
     policy = LineagePolicy()
     slots = chain(policy, range(1000))
     insert(policy, slots)
@@ -193,19 +193,19 @@ def test_lineage_keeps_the_children_of_a_reused_block_evictable():
     assert evict_all(policy) == [3, 2, 1]
 
 
-def test_lineage_parks_the_root_of_a_chain_freed_root_first():
+def test_lineage_evicts_the_root_of_a_chain_freed_root_first_only_as_a_leaf():
     policy = LineagePolicy()
     slots = chain(policy, [1, 2, 3])
     insert(policy, slots)
     later = chain(policy, [9])
     insert(policy, later)
     assert [policy.evict(1)[0].name, policy.evict(1)[0].name] == [3, 2]
-    insert(policy, chain(policy, [4], 1, 1))  # a new child of 1, whose turn has come
+    insert(policy, chain(policy, [4], 1, 1))  # a new child of 1, which is due
     assert names(policy.order()) == [9, 4, 1]
     assert evict_all(policy) == [9, 4, 1]
 
 
-def test_lineage_links_across_the_borders_of_the_position_modes():
+def test_lineage_links_parents_and_children_across_position_mode_boundaries():
     for border in (256, 65536):
         policy = LineagePolicy()
         names_ = [2**64 - 1 - i for i in range(4)]
@@ -213,7 +213,7 @@ def test_lineage_links_across_the_borders_of_the_position_modes():
         assert names_[::-1] == evict_all(policy)
 
 
-def test_lineage_finds_a_block_by_its_place_alone():
+def test_lineage_finds_a_block_by_position_and_fragment_not_by_parent():
     policy = LineagePolicy()
     slot = new_slot(policy, 1, lineage_hash(0xAA, 0x11, 5))
     policy.insert([slot])
@@ -224,7 +224,7 @@ def test_lineage_finds_a_block_by_its_place_alone():
     assert policy._find(lineage_hash(0xAA, 0x22, 5)) is None
 
 
-def test_lineage_counts_blocks_that_share_a_place():
+def test_lineage_counts_blocks_with_the_same_position_and_fragment_as_collisions():
     policy = LineagePolicy()
     first = new_slot(policy, 1, lineage_hash(0xAA, 0x11, 5))
     assert policy._collisions == 0
@@ -238,9 +238,9 @@ def test_lineage_counts_blocks_that_share_a_place():
     assert policy._collisions == 0
 
 
-def test_lineage_never_evicts_above_a_child_that_moved_away():
-    # The place of `child` is filled by a block with another parent while `child` is in use and has a child itself: the
-    # old parent counts it for ever (kvbm-logical 1.2.1).
+def test_lineage_never_evicts_a_parent_whose_in_use_child_was_replaced():
+    # A block with another parent takes the place of `child` while `child` is in use and has a child: the old parent
+    # then counts `child` forever (kvbm-logical 1.2.1).
     policy = LineagePolicy()
     parent, child, grandchild = chain(policy, [1, 2, 3])
     insert(policy, [parent, child, grandchild])
@@ -262,7 +262,7 @@ def test_lru_evicts_in_the_order_of_insertion():
     assert evict_all(policy) == [2, 3]
 
 
-def test_lru_breaks_a_chain_freed_root_first_at_its_root():
+def test_lru_evicts_a_chain_freed_root_first_from_its_root():
     policy = LruPolicy()
     insert(policy, chain(policy, range(5)))
     assert evict_all(policy) == [0, 1, 2, 3, 4]
@@ -290,7 +290,7 @@ def test_multi_lru_keeps_four_levels_and_empties_the_coldest_first():
 
 
 @pytest.mark.parametrize(("touches", "level"), [(1, 0), (2, 1), (6, 1), (7, 2), (13, 2), (14, 3), (40, 3)])
-def test_multi_lru_puts_a_block_in_its_level_by_how_often_it_was_counted(touches, level):
+def test_multi_lru_places_a_block_in_a_level_by_its_frequency_count(touches, level):
     policy = MultiLruPolicy(100)
     slot = new_slot(policy, 1, lineage_hash(1, None, 0))
     for _ in range(touches):
@@ -299,11 +299,11 @@ def test_multi_lru_puts_a_block_in_its_level_by_how_often_it_was_counted(touches
     assert [[slot] if i == level else [] for i in range(4)] == [queue.order() for queue in policy._queues]
 
 
-def test_multi_lru_warms_a_block_with_its_first_reuse():
+def test_multi_lru_moves_a_block_to_a_warmer_level_on_its_first_reuse():
     policy = MultiLruPolicy(100)
     reused, later = (new_slot(policy, name, lineage_hash(name, None, 0)) for name in (1, 2))
     policy.insert([reused])
-    reuse(policy, reused)  # two counts, beside the one of the registration
+    reuse(policy, reused)  # two counts, in addition to that of the registration
     policy.insert([later])
     assert evict_all(policy) == [2, 1]
 
@@ -337,11 +337,11 @@ def test_multi_lru_remembers_a_block_that_was_evicted():
     assert evict_all(policy) == [2, 1]
 
 
-def test_multi_lru_evicts_a_parent_that_was_always_in_use_before_its_child():
+def test_multi_lru_evicts_a_parent_held_by_another_request_before_its_reused_child():
     policy = MultiLruPolicy(100)
     parent, child = chain(policy, [1, 2])
     policy.insert([child])
-    reuse(policy, child)  # the parent is held by another request all the while, and counts nothing
+    reuse(policy, child)  # another request holds the parent all the time, so its count stays the same
     policy.insert([parent])
     assert evict_all(policy) == [1, 2]
 

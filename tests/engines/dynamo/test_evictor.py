@@ -1,4 +1,4 @@
-"""LruEvictor: who goes first (reference: the test of dynamo-mocker 1.0.2's `evictor.rs`)."""
+"""Eviction order of LruEvictor (reference: the test of dynamo-mocker 1.0.2's `evictor.rs`)."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ TABLE = [
     ("1 2 -1 -2 -9", ""),
     ("<1 2 -1 1", "2 1"),
 ]
-"""Steps (n: insert, <n: push to the front, -n: remove), and who goes, in order."""
+"""Steps (n: insert, <n: push to the front, -n: remove) and the resulting eviction order."""
 
 
 @pytest.mark.parametrize(("steps", "gone"), TABLE)
@@ -33,7 +33,7 @@ def test_the_slot_with_the_lowest_key_is_evicted_first(steps, gone):
     assert len(evictor) == 0
 
 
-def test_an_evictor_reports_its_slots_and_the_removed_ones():
+def test_an_evictor_reports_membership_and_whether_a_slot_was_removed():
     evictor = LruEvictor()
     evictor.insert("a")
     assert ("a" in evictor, "b" in evictor) == (True, False)
@@ -53,8 +53,8 @@ steps = st.lists(st.tuples(st.sampled_from(["insert", "push_front", "remove", "e
 
 
 @given(steps=steps)
-def test_an_evictor_orders_by_a_signed_counter(steps):
-    """The original's rule in its own words."""
+def test_an_evictor_evicts_in_the_order_of_the_signed_counter_of_the_original(steps):
+    """Compare with the rule of the original, written out."""
     evictor, numbers, up, down = LruEvictor(), {}, 0, 0
     for kind, item in steps:
         if kind == "insert":

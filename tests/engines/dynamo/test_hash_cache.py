@@ -1,4 +1,4 @@
-"""The manager of dynamo-mocker 1.0.2: its own tests, its faults, what names them, and `strict`, which has none."""
+"""The manager of dynamo-mocker 1.0.2: its own tests, its faults and the rules that report them, and `strict`."""
 
 import logging
 from uuid import UUID
@@ -25,12 +25,12 @@ def new_manager(num_blocks=10, block_size=16, *, strict=False, **options):
 
 
 def said(manager):
-    """The events since the last time, without their ids."""
+    """Return the events since the last call, without their ids."""
     return [[row[0], *row[2:]] for row in event_rows(manager.sink.take())]
 
 
 def stored(parent, *blocks):
-    """A Stored as `said` has it; the local hash of block n is 1000 + n."""
+    """Return a Stored in the form of `said`; the local hash of block n is 1000 + n."""
     return ["S", parent, [[block, 1000 + block] for block in blocks]]
 
 
@@ -47,7 +47,7 @@ def shown(manager):
 
 
 @BOTH
-def test_the_eleventh_block_of_ten_is_refused(strict):
+def test_a_use_beyond_the_capacity_allocates_no_block(strict):
     manager = new_manager(10, strict=strict)
     assert use(manager, *range(10)) == 10
     assert manager.current_capacity == 10
@@ -55,7 +55,7 @@ def test_the_eleventh_block_of_ten_is_refused(strict):
 
 
 @BOTH
-def test_the_lifecycle_of_blocks(strict):
+def test_blocks_move_from_active_to_inactive_and_back_until_they_are_evicted(strict):
     manager = new_manager(10, strict=strict)
     use(manager, 0, 1, 2, 3, 4)
     use(manager, 0, 1, 5, 6)
@@ -85,7 +85,7 @@ def test_the_lifecycle_of_blocks(strict):
 # ------------------------------------------------------------------------------------------------- queries
 
 
-def test_both_pools_count_and_partial_blocks_are_in_them():
+def test_capacity_counts_active_and_inactive_blocks_including_partial_ones():
     manager = new_manager(8)
     use(manager, 1, 2, P)
     use(manager, 1, Q)
@@ -100,7 +100,7 @@ def test_both_pools_count_and_partial_blocks_are_in_them():
     assert repr(manager) == "<HashCacheManager hash_cache: 2 active, 2 inactive of 8>"
 
 
-def test_new_blocks_are_probed_with_their_repeats():
+def test_probe_new_blocks_counts_repeated_blocks_each_time():
     manager = new_manager()
     use(manager, 0, 3, P)
     manager.deref(3)
@@ -116,13 +116,13 @@ COSTS = [
     ((0, 1, 2), (0, 0, 10)),
     ((1, 2), (3, 10, 0)),
 ]
-"""Which of three blocks are there (the last is partial and has two tokens): new blocks, new tokens, cached tokens."""
+"""Which of three blocks are cached (the last is partial with two tokens): new blocks, new tokens, cached tokens."""
 
 
 @pytest.mark.parametrize("caching", [True, False])
 @pytest.mark.parametrize("freed", [False, True])
 @pytest.mark.parametrize(("there", "cost"), COSTS)
-def test_cached_leading_blocks_cost_nothing(there, cost, freed, caching):
+def test_cached_leading_blocks_do_not_count_for_the_prefill_cost(there, cost, freed, caching):
     manager = new_manager(block_size=4)
     sequence = ActiveSequence(range(10), 5, 4, caching, moves="whole")
     for block in (sequence.unique_blocks[i] for i in there):
@@ -135,7 +135,7 @@ def test_cached_leading_blocks_cost_nothing(there, cost, freed, caching):
     assert before == shown(manager)
 
 
-def test_the_cost_counts_the_prompt_alone():
+def test_the_prefill_cost_counts_only_prompt_tokens():
     manager = new_manager(block_size=4)
     sequence = ActiveSequence(range(4), 5, 4, moves="whole")
     manager.process(sequence.take_creation_signal())
@@ -158,7 +158,7 @@ def test_evictions_are_published_at_once_and_stores_at_the_end():
     assert [["R", [3]], ["R", [2]], stored(None, 4, 5)] == said(manager)
 
 
-def test_what_a_use_evicts_and_needs_is_stored_again():
+def test_a_block_that_a_use_evicts_and_needs_is_stored_again():
     manager = new_manager(3)
     use(manager, 1, 2, 3)
     manager.deref(2, 1)
@@ -190,7 +190,7 @@ def test_a_destroy_publishes_one_removed_of_its_full_blocks():
     assert manager.inactive_blocks() == []
 
 
-def test_a_promoted_block_is_stored_unless_it_is_there():
+def test_promotion_to_a_cached_block_publishes_no_stored():
     manager = new_manager()
     use(manager, 1, P)
     said(manager)
@@ -208,7 +208,7 @@ def test_a_promoted_block_is_stored_unless_it_is_there():
     assert (manager.num_active_blocks, manager.num_inactive_blocks) == (2, 0)
 
 
-def test_clear_drops_all_and_is_refused_while_anything_is_in_use():
+def test_clear_drops_all_blocks_and_is_refused_while_a_block_is_in_use():
     manager = new_manager()
     use(manager, 1, 2, P)
     manager.deref(2, 1)
@@ -222,7 +222,7 @@ def test_clear_drops_all_and_is_refused_while_anything_is_in_use():
     assert (manager.current_capacity, said(manager)) == (0, [["C"]])
 
 
-def test_short_forms_fill_in_what_is_missing():
+def test_short_forms_fill_in_parent_and_local_hashes():
     manager = new_manager()
     assert manager.use([1, 2, P]) == 3
     manager.promote(P, 3, parent=2)
@@ -238,7 +238,7 @@ def test_short_forms_fill_in_what_is_missing():
 
 
 @BOTH
-def test_an_empty_use_is_nothing(strict):
+def test_an_empty_use_allocates_and_publishes_nothing(strict):
     manager = new_manager(strict=strict)
     assert manager.process(Use([])) == 0
     assert (manager.current_capacity, said(manager)) == (0, [])
@@ -255,7 +255,7 @@ def test_allocation_and_eviction_are_logged(caplog):
 
     assert [(r.event, r.block_ids, r.active_blocks, r.inactive_blocks) for r in caplog.records] == [
         ("allocation", [1, 2], 3, 0),
-        ("eviction", [2], 1, 1),  # 3 has not taken its place yet
+        ("eviction", [2], 1, 1),  # 3 is not allocated yet
         ("allocation", [3], 2, 1),
         ("allocation", [4], 2, 1),
         ("eviction", [4], 1, 1),
@@ -266,7 +266,7 @@ def test_allocation_and_eviction_are_logged(caplog):
 
 
 def story(*moves):
-    """A manager faithful and one strict, both after these moves, of which both take all."""
+    """Return a faithful and a strict manager after moves that both accept."""
     managers = new_manager(4), new_manager(4, strict=True)
     for manager in managers:
         for move in moves:
@@ -274,17 +274,17 @@ def story(*moves):
     return managers
 
 
-def test_local_hashes_are_taken_from_the_end():
+def test_local_hashes_are_taken_from_the_end_of_the_list_unless_strict():
     faithful, strict = story(Use([2], [1002]), Use([1, 2], [1001, 1002]))
     assert [stored(None, 2), ["S", 2, [[1, 1002]]]] == said(faithful)
     assert [stored(None, 2), stored(None, 1)] == said(strict)
 
-    faithful, strict = story(Use([1, P], [1001, 1009]))  # what 1.0.2's sequence sends when all tokens of P are there
+    faithful, strict = story(Use([1, P], [1001, 1009]))  # the move of 1.0.2's sequence when P has all its tokens
     assert said(faithful) == [["S", None, [[1, 1009]]]]
     assert [stored(None, 1)] == said(strict)
 
 
-def test_the_parent_is_the_last_hit():
+def test_the_parent_is_the_last_hit_of_the_use_unless_strict():
     faithful, strict = story(Use([2], [1002]), Use([1, 2, 3], [1001, 1002, 1003]))
     assert [stored(None, 2), ["S", 2, [[1, 1002], [3, 1003]]]] == said(faithful)
     assert [stored(None, 2), stored(None, 1), stored(2, 3)] == said(strict)
@@ -295,7 +295,7 @@ def test_the_parent_is_the_last_hit():
     assert {1: 2} == faithful.active_blocks == strict.active_blocks
 
 
-def test_a_failed_use_keeps_the_blocks_that_it_took_and_returns_0():
+def test_a_failed_use_returns_0_and_keeps_its_blocks_unless_strict():
     faithful, strict = story(Use([1, 2, 3], [1001, 1002, 1003]), Deref([3]))
     for manager in (faithful, strict):
         said(manager)
@@ -304,7 +304,7 @@ def test_a_failed_use_keeps_the_blocks_that_it_took_and_returns_0():
     assert (strict.active_blocks, strict.inactive_blocks(), said(strict)) == ({1: 1, 2: 1}, [3], [])
 
 
-def test_a_deref_of_a_block_not_in_use_is_silent():
+def test_a_deref_of_an_inactive_block_is_ignored_unless_strict():
     faithful, strict = story(Use([1, 2], [1001, 1002]))
     faithful.process(Deref([1, 9, 1, Q]))
     assert (faithful.active_blocks, faithful.inactive_blocks()) == ({2: 1}, [1])
@@ -320,7 +320,7 @@ def test_a_deref_of_a_block_not_in_use_is_silent():
         assert before == shown(strict)
 
 
-def test_a_partial_block_that_is_freed_stays_until_it_is_evicted():
+def test_a_freed_partial_block_stays_until_it_is_evicted_unless_strict():
     faithful, strict = story(Use([P], []), Deref([P]))
     assert (faithful.inactive_blocks(), strict.inactive_blocks()) == ([P], [])
 
@@ -328,7 +328,7 @@ def test_a_partial_block_that_is_freed_stays_until_it_is_evicted():
     assert ([], [stored(None, 1, 2, 3, 4)]) == (faithful.inactive_blocks(), said(faithful))
 
 
-def test_a_destroy_takes_a_block_from_all_who_use_it():
+def test_a_destroy_removes_a_block_with_other_references_unless_strict():
     faithful, strict = story(Use([1], [1001]), Use([1], [1001]))
     faithful.destroy(1)
     assert ({}, [stored(None, 1), ["R", [1]]]) == (faithful.active_blocks, said(faithful))
@@ -339,7 +339,7 @@ def test_a_destroy_takes_a_block_from_all_who_use_it():
     assert before == shown(strict)
 
 
-def test_token_ids_are_found_by_a_blocks_place_among_all():
+def test_token_ids_are_indexed_by_the_place_among_all_blocks_unless_strict():
     tokens = [[1] * 16, [2] * 16]
     faithful, strict = story(Use([1], [1001], token_ids=[[0] * 16]))
     for manager in (faithful, strict):
@@ -350,7 +350,7 @@ def test_token_ids_are_found_by_a_blocks_place_among_all():
     use(strict, Q, 2, token_ids=tokens[1:])
     assert [tokens[1:]] == [event.token_ids for event in faithful.sink.router_events]
     assert [tokens[1:]] == [event.token_ids for event in strict.sink.router_events]
-    for capacity in (2, 1):  # it fits, or fails after what it has no tokens of
+    for capacity in (2, 1):  # it fits, or fails after the block without tokens
         short = Use([2, P, 3] if capacity == 1 else [P, 3], [1002, 1003], token_ids=[])
         assert "0 token_ids for" in refused(new_manager(capacity), short)
 
@@ -363,7 +363,7 @@ def test_a_partial_block_cannot_be_the_last_hit():
 
 
 def refused(manager, move):
-    """What a manager says when it refuses a move; nothing has changed."""
+    """Return the error of a refused move, after checking that the manager is unchanged."""
     before = shown(manager)
     with pytest.raises(MoveError) as error:
         manager.process(move)
@@ -391,7 +391,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize("fault", FAULTS)
-def test_a_fault_of_a_move_is_named_and_strict_has_none(fault):
+def test_the_harness_reports_each_fault_of_hash_cache_and_none_of_strict(fault):
     rules, do = FAULTS[fault]
     for spec, expected in ((BACKENDS["hash_cache"], rules), (STRICT, [])):
         kv, worker = world(spec)
@@ -409,7 +409,7 @@ def test_blocks_that_a_failed_use_kept_are_reported_as_drift():
 
 
 def a_request_preempted_when_its_last_block_is_full(kv, worker):
-    """Its creation signal has a local hash too many when it comes back; by then its blocks were evicted."""
+    """Return a resumed request: its blocks were evicted, and its creation signal has one local hash too many."""
     prompt, output = kv.prompt(1, tail=3), [5]
     request = worker.prefill(prompt)
     request.decode(output)
@@ -420,7 +420,7 @@ def a_request_preempted_when_its_last_block_is_full(kv, worker):
     return request
 
 
-def test_shifted_local_hashes_are_wrong_hashes():
+def test_shifted_local_hashes_are_reported_as_wrong_hash():
     kv, worker = world(BACKENDS["hash_cache"])
     request = a_request_preempted_when_its_last_block_is_full(kv, worker)
     (problem,) = kv.events.warnings
@@ -429,7 +429,7 @@ def test_shifted_local_hashes_are_wrong_hashes():
     assert kv.events.counts.warnings == {"wrong_hash": 1}
     request.finish()
     assert kv.judge().errors == []
-    assert kv.overlap(request.prompt) == {}  # the router was told another block's tokens
+    assert kv.overlap(request.prompt) == {}  # the router received the tokens of another block
 
     kv, worker = world(STRICT)
     request = a_request_preempted_when_its_last_block_is_full(kv, worker)
@@ -438,7 +438,7 @@ def test_shifted_local_hashes_are_wrong_hashes():
     assert kv.overlap(request.prompt) == {0: 1}
 
 
-def test_without_tokens_the_chain_shows_the_wrong_hash_too():
+def test_a_wrong_hash_is_found_by_the_chain_when_events_have_no_tokens():
     kv, worker = world(BACKENDS["hash_cache"])
     a, b = kv.prompt(1), kv.prompt(1)
     with worker.prefill(a):
@@ -478,7 +478,7 @@ NO_LISTS = [
 
 @BOTH
 @pytest.mark.parametrize(("move", "words"), NO_LISTS)
-def test_what_breaks_a_rule_is_refused_and_changes_nothing(move, words, strict):
+def test_an_invalid_move_is_refused_and_changes_nothing(move, words, strict):
     manager = new_manager(strict=strict)
     use(manager, 1, 2, P)
     manager.deref(2)
@@ -511,11 +511,11 @@ LENGTHS = [
 
 
 @pytest.mark.parametrize(("move", "words"), LENGTHS)
-def test_strict_refuses_lists_of_other_lengths(move, words):
+def test_strict_refuses_lists_of_different_lengths(move, words):
     assert refused(new_manager(strict=True), move).startswith(words)
 
 
-def test_strict_may_be_given_no_local_hashes():
+def test_strict_accepts_a_use_without_local_hashes():
     manager = new_manager(strict=True)
     manager.process(Use([1, 2]))
     assert said(manager) == [["S", None, [[1, 0], [2, 0]]]]
@@ -537,12 +537,12 @@ def test_invalid_arguments_of_a_manager_are_refused(options, words):
         create_manager("hash_cache", **{"num_blocks": 4, **options})
 
 
-def test_any_block_size_from_two_on_will_do():
+def test_any_block_size_of_at_least_two_is_accepted():
     assert [new_manager(block_size=size).block_size for size in (2, 3, 48)] == [2, 3, 48]
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
-def test_a_destroy_is_refused_by_managers_without_that_move(backend):
+def test_managers_without_a_destroy_move_refuse_it(backend):
     manager = create_manager(backend, num_blocks=4, sink=CapturingSink())
     manager.use([1])
     before = shown(manager)
@@ -568,9 +568,9 @@ moves = st.lists(
 
 @BOTH
 @given(moves=moves, capacity=st.integers(1, 6))
-def test_blocks_are_conserved_and_a_refused_move_changes_nothing(moves, capacity, strict):
+def test_any_moves_conserve_blocks_and_a_refused_move_changes_nothing(moves, capacity, strict):
     manager = new_manager(capacity, strict=strict)
-    held, kept = set(), set()  # what was told; what a failed Use took
+    held, kept = set(), set()  # stored blocks according to the events; blocks that a failed Use allocated
     for move in moves:
         before = shown(manager)
         known = set(manager.resident())
@@ -610,7 +610,7 @@ def test_blocks_are_conserved_and_a_refused_move_changes_nothing(moves, capacity
 
 @given(moves=moves, capacity=st.integers(1, 6))
 def test_both_managers_publish_the_same_events_without_faults(moves, capacity):
-    """As long as strict takes what the faithful one takes, in runs that begin with the hits, they agree."""
+    """Both managers agree as long as strict accepts the moves and each Use begins with its hits."""
     faithful, strict = new_manager(capacity), new_manager(capacity, strict=True)
     for move in moves:
         try:
@@ -627,18 +627,18 @@ def test_both_managers_publish_the_same_events_without_faults(moves, capacity):
             return
         try:
             assert answer == faithful.process(move)
-        except MoveError:  # a partial block was hit
+        except MoveError:  # a partial block is a hit
             return
         assert shown(faithful) == shown(strict)
 
 
-def test_two_managers_share_nothing():
+def test_two_managers_do_not_share_state():
     one, other = new_manager(), new_manager()
     use(one, 1)
     assert (one.current_capacity, other.current_capacity) == (1, 0)
 
 
-def test_create_manager_makes_this_class():
+def test_create_manager_returns_a_hash_cache_manager():
     manager = new_manager(dp_rank=3)
     assert isinstance(manager, HashCacheManager)
     assert (manager.backend, manager.dp_rank, manager.strict) == ("hash_cache", 3, False)

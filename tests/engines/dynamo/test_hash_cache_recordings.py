@@ -1,4 +1,4 @@
-"""The recordings of the real manager of dynamo-mocker 1.0.2, step by step."""
+"""Recordings of the real manager of dynamo-mocker 1.0.2, compared step by step."""
 
 from collections import Counter
 
@@ -11,15 +11,15 @@ from pytest_kvmock.values import Destroy, MoveError, Promote, Use
 
 
 def shown(manager):
-    """All that a manager shows, to see that nothing changed."""
+    """Return a manager's visible state, to check that it did not change."""
     return manager.active_blocks, manager.inactive_blocks(), list(manager.sink.events)
 
 
 class HashCachePlayer(Player):
-    """Plays the operations of 1.0.2; it answers true or false where the newer manager answers a number."""
+    """Plays the operations of 1.0.2, which answers true or false where the newer manager answers a number."""
 
     def play(self, operation):
-        """Do one operation, and return its row: value, events, active, inactive."""
+        """Execute one operation and return its row: value, events, active, inactive."""
         kind, *arguments = operation
         value = getattr(self, f"play_{kind}")(*arguments)
         manager = self.manager
@@ -81,7 +81,7 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
                 assert player.play(operation) == expected, where
 
 
-OWN_FAULTS = {  # of the real manager: what a `Use` that does not fit keeps, and blocks named twice
+OWN_FAULTS = {  # faults of the real manager: blocks kept by a `Use` that does not fit, and blocks that occur twice
     "scenarios": {
         ("engine_drift", True, None): 2,
         ("block_not_found", True, None): 1,
@@ -97,8 +97,8 @@ OWN_FAULTS = {  # of the real manager: what a `Use` that does not fit keeps, and
 
 
 @pytest.mark.parametrize("file", ["scenarios", "moves", "requests"])
-def test_a_users_sink_finds_in_a_recording_what_the_real_manager_does_wrong(recording, file):
-    """Compared after each step with what the manager holds; hashes are found out to be a chain."""
+def test_a_custom_engine_sink_reports_the_faults_of_the_recorded_manager(recording, file):
+    """The sink is compared with the manager's blocks after each step and detects that hashes are chained."""
     found = Counter()
     for program in recording(f"hash_cache_{file}.json.gz")["programs"]:
         sizes = {"num_blocks": program["capacity"], "block_size": program["block_size"]}

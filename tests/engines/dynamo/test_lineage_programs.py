@@ -1,4 +1,4 @@
-"""Blocks that are used again without those around them: `lineage` evicts as a plain model of it does."""
+"""Blocks that are reused without their neighbours: `lineage` evicts in the same order as a plain model."""
 
 import pytest
 from cache_helpers import Player, new_manager
@@ -8,15 +8,15 @@ from plain_lineage import Program
 from pytest_kvmock import Removed
 
 
-def test_a_block_whose_turn_has_come_is_evictable_once_its_last_child_is_used_again():
+def test_a_block_that_is_due_becomes_evictable_when_its_last_child_is_used_again():
     manager = new_manager("lineage", 4)
     manager.use([1, 2, 3])
-    for block in (1, 2, 3):  # root first: 1 and 2 wait for the blocks below them
+    for block in (1, 2, 3):  # root first: 1 and 2 wait for their descendants
         manager.deref(block)
     manager.use([7])
     manager.deref(7)
-    manager.use([8])  # evicts 3; the turn of 1 has come, and 2 hangs below it
-    manager.use([2])  # now nothing hangs below 1, and nothing was evicted
+    manager.use([8])  # evicts 3; 1 is due, but 2 is its child
+    manager.use([2])  # now 1 has no child, and no block was evicted
     assert manager.inactive_blocks() == [1, 7]
     manager.use([9])
     manager.use([10])
@@ -27,17 +27,17 @@ def test_a_block_whose_turn_has_come_is_evictable_once_its_last_child_is_used_ag
     ]
 
 
-def test_the_model_answers_as_the_real_manager_did(recording):
+def test_the_plain_model_gives_the_answers_of_the_real_manager(recording):
     for program in recording("logical_lineage_woken.json.gz")["programs"]:
         assert program["steps"] == Program(program["seed"]).steps, program["seed"]
 
 
 @pytest.mark.parametrize("first", few(range(0, 500, 100), 2))
-def test_any_block_of_a_chain_is_used_again_and_the_order_of_eviction_stays_that_of_the_model(first):
+def test_lineage_evicts_in_the_order_of_the_model_when_any_block_of_a_chain_is_reused(first):
     for seed in range(first, first + 100):
         program = Program(seed)
         player = Player(new_manager("lineage", program.capacity))
         for number, (operation, *expected) in enumerate(program.steps):
             assert player.play(operation) == expected, (seed, number, operation)
-            if seed % 2:  # to ask for the order brings what was freed to the policy: the others do without
+            if seed % 2:  # asking for the order flushes freed blocks into the policy; even seeds do without
                 assert program.orders[number] == player.manager.inactive_blocks(), (seed, number, operation)

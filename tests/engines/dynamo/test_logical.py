@@ -1,4 +1,4 @@
-"""The logical manager: what the tests of Dynamo's own (kvbm_backend.rs) say, and what their panics become here."""
+"""The logical manager: the tests of Dynamo's original (kvbm_backend.rs), and the errors in place of its panics."""
 
 import logging
 from uuid import UUID
@@ -41,12 +41,12 @@ def take(manager):
 
 
 def refuse(manager, move, *words):
-    """The move is refused with these words, and nothing changes."""
+    """Assert that the move is refused with these words and changes nothing."""
     before = state_of(manager)
     with pytest.raises(MoveError) as error:
         manager.process(move)
     assert before == state_of(manager)
-    assert error.value.__context__ is None  # pytest would print that before it
+    assert error.value.__context__ is None  # pytest would print the state before the move
     for word in words:
         assert word in str(error.value)
 
@@ -54,7 +54,7 @@ def refuse(manager, move, *words):
 # ---------------------------------------------------------------------------------------------------- use and deref
 
 
-def test_a_new_block_is_served_and_active(make_manager):
+def test_a_new_block_is_allocated_and_active(make_manager):
     manager = make_manager(10)
     assert use_full(manager, 1, plh(100)) == 1
     assert manager.num_active_blocks == 1
@@ -70,7 +70,7 @@ def test_the_same_use_twice_makes_two_references_to_one_block(make_manager):
     assert manager.active_blocks == {1: 2}
 
 
-def test_a_full_manager_serves_nothing_more(make_manager):
+def test_a_full_manager_allocates_no_further_block(make_manager):
     manager = make_manager(4)
     assert [use_full(manager, i, plh(i + 100)) for i in range(5)] == [1, 1, 1, 1, 0]
 
@@ -83,7 +83,7 @@ def test_a_freed_block_is_inactive(make_manager):
     assert manager.inactive_blocks() == [1]
 
 
-def test_reuse_is_by_lineage_hash_and_publishes_nothing(make_manager):
+def test_a_block_is_reused_by_lineage_hash_without_an_event(make_manager):
     manager = make_manager(10)
     use_full(manager, 1, plh(100))
     manager.process(Deref([1]))
@@ -93,7 +93,7 @@ def test_reuse_is_by_lineage_hash_and_publishes_nothing(make_manager):
     assert manager.active_blocks == {2: 1}
 
 
-def test_a_block_reused_under_another_name_is_removed_under_its_first(make_manager):
+def test_a_block_reused_under_another_name_is_removed_under_its_first_name(make_manager):
     manager = make_manager(1)
     use_full(manager, 1, plh(100))
     manager.process(Deref([1]))
@@ -104,7 +104,7 @@ def test_a_block_reused_under_another_name_is_removed_under_its_first(make_manag
     assert take(manager) == [["S", 1, None, [[3, 0]]], ["R", 2, [1]]]
 
 
-def test_a_block_held_under_two_names_is_inactive_when_both_let_go(make_manager):
+def test_a_block_held_under_two_names_is_inactive_after_both_are_dereferenced(make_manager):
     manager = make_manager(4)
     use_full(manager, 1, plh(100))
     use_full(manager, 1, plh(100))
@@ -119,7 +119,7 @@ def test_a_block_held_under_two_names_is_inactive_when_both_let_go(make_manager)
     assert manager.inactive_blocks() == [1]
 
 
-def test_two_blocks_of_one_name_are_two_copies(make_manager):
+def test_blocks_with_one_name_and_different_lineage_hashes_are_two_copies(make_manager):
     manager = make_manager(4)
     use_full(manager, 1, plh(100))
     manager.process(Deref([1]))
@@ -131,7 +131,7 @@ def test_two_blocks_of_one_name_are_two_copies(make_manager):
     assert (manager.num_active_blocks, manager.num_inactive_blocks) == (1, 1)
 
 
-def test_inactive_blocks_make_room(make_manager):
+def test_inactive_blocks_are_evicted_for_new_ones(make_manager):
     manager = make_manager(4)
     for block in range(4):
         assert use_full(manager, block, plh(block + 100)) == 1
@@ -144,7 +144,7 @@ def test_inactive_blocks_make_room(make_manager):
     assert (manager.num_active_blocks, manager.num_inactive_blocks) == (4, 0)
 
 
-def test_a_batch_fills_the_manager_and_the_next_block_gets_nothing(make_manager):
+def test_after_a_batch_fills_the_manager_the_next_use_allocates_nothing(make_manager):
     manager = make_manager(10)
     assert use_roots(manager, range(10)) == 10
     assert manager.num_active_blocks == 10
@@ -153,14 +153,14 @@ def test_a_batch_fills_the_manager_and_the_next_block_gets_nothing(make_manager)
     assert take(manager) == []
 
 
-def test_a_use_that_runs_out_of_blocks_keeps_its_leading_part(make_manager):
+def test_a_use_that_runs_out_of_blocks_keeps_its_leading_blocks(make_manager):
     manager = make_manager(3)
     assert use_roots(manager, [1, 2, 3, 4, 5]) == 3
     assert take(manager) == [["S", 0, None, [[1, 0], [2, 0], [3, 0]]]]
     assert manager.active_blocks == {1: 1, 2: 1, 3: 1}
 
 
-def test_a_shared_prefix_counts_once_and_its_references_twice(make_manager):
+def test_a_shared_prefix_counts_as_active_once_and_as_references_twice(make_manager):
     manager = make_manager(8)
     use_roots(manager, [10, 11, 12])
     assert (manager.num_active_blocks, manager.num_active_block_refs) == (3, 3)
@@ -199,7 +199,7 @@ def test_an_eviction_is_published_once_after_the_stored_blocks(make_manager):
     assert take(manager) == [["S", 1, None, [[12, 0]]], ["R", 2, [10]]]
 
 
-def test_local_hashes_and_token_ids_are_those_of_the_blocks_stored(make_manager):
+def test_a_stored_has_local_hashes_and_token_ids_only_of_the_blocks_that_it_stores(make_manager):
     manager = make_manager(8)
     manager.process(Use([1, 2], [11, 12], [plh(1), plh(2)]))
     take(manager)
@@ -225,7 +225,7 @@ def test_a_chunk_is_stored_below_the_chunk_before_it(make_manager):
     assert (len(first.block_hashes), len(second.block_hashes)) == (4, 4)
 
 
-def test_without_a_sink_no_id_is_consumed(make_manager):
+def test_without_a_sink_no_event_id_is_used(make_manager):
     manager = make_manager(4, silent=True)
     use_full(manager, 1, plh(1))
     sink = make_manager(1).sink
@@ -240,7 +240,7 @@ def test_events_name_the_rank(make_manager):
     assert [event.dp_rank for event in manager.sink.events] == [3]
 
 
-def test_a_sink_that_raises_costs_its_id_and_is_logged_and_raised_when_the_move_is_over(make_manager, caplog):
+def test_a_sink_error_uses_up_the_event_id_and_is_logged_and_raised_after_the_move(make_manager, caplog):
     manager = make_manager(4)
     good = manager.sink
 
@@ -269,19 +269,19 @@ def test_a_block_evicted_and_stored_again_in_one_use_is_published_as_removed(mak
     for block in (1, 2, 3):
         manager.process(Deref([block]))
     take(manager)
-    assert use_roots(manager, [4, 1]) == 2  # 4 takes the place of 1, which is stored again in that of 2
+    assert use_roots(manager, [4, 1]) == 2  # 4 takes the slot of 1, which is stored again in the slot of 2
     assert take(manager) == [["S", 1, None, [[4, 0], [1, 0]]], ["R", 2, [1, 2]]]
     assert manager.active_blocks == {4: 1, 1: 1}
     assert list(manager.resident()) == [3, 4, 1]
     manager.process(Deref([1]))
     take(manager)
-    use_roots(manager, [5, 6])  # its real eviction says nothing
+    use_roots(manager, [5, 6])  # its later eviction publishes no event
     assert take(manager) == [["S", 3, None, [[5, 0], [6, 0]]], ["R", 4, [3]]]
     assert list(manager.resident()) == [4, 5, 6]
 
 
-def test_multi_lru_evicts_and_restores_in_the_traffic_of_a_scheduler():
-    # Chains used whole and freed tail first. A request that holds block 1 all the while keeps it from being counted.
+def test_multi_lru_evicts_and_restores_a_block_in_one_use_under_scheduler_traffic():
+    # Chains are used completely and freed tail first. A request holds block 1 all the time, so it is not counted.
     streams = {}
     for backend in ("lineage", "lru", "multi_lru"):
         manager = new_manager(backend, 4)
@@ -292,7 +292,7 @@ def test_multi_lru_evicts_and_restores_in_the_traffic_of_a_scheduler():
             manager.use([1, 2])
             manager.deref([2, 1])  # block 2 was reused once: it is warm
         manager.use([9])
-        manager.deref([9])  # warm too, and younger than block 2
+        manager.deref([9])  # also warm, and more recent than block 2
         manager.deref([1])  # counted once: it is cold
         manager.use([3])
         manager.use([4])  # evicts block 1 before block 2; the other backends evict block 9
@@ -303,7 +303,7 @@ def test_multi_lru_evicts_and_restores_in_the_traffic_of_a_scheduler():
     assert streams["lineage"] == streams["lru"] != streams["multi_lru"]
 
 
-def test_a_new_block_twice_in_one_use_is_its_own_parent(make_manager):
+def test_a_new_block_that_occurs_twice_in_one_use_is_its_own_parent(make_manager):
     manager = make_manager(4)
     assert use_roots(manager, [7, 7]) == 2
     assert take(manager) == [["S", 0, 7, [[7, 0]]]]
@@ -322,7 +322,7 @@ def test_promotion_makes_a_partial_block_full(make_manager):
     assert take(manager) == [["S", 0, None, [[42, 7]]]]
 
 
-def test_promotion_to_an_active_block_gives_the_partial_one_back(make_manager):
+def test_promotion_to_an_active_block_frees_the_partial_block(make_manager):
     manager = make_manager(10)
     use_full(manager, 42, plh(500))
     manager.process(Use([P1]))
@@ -331,7 +331,7 @@ def test_promotion_to_an_active_block_gives_the_partial_one_back(make_manager):
     assert (manager.num_active_blocks, manager.num_active_block_refs, take(manager)) == (1, 2, [])
 
 
-def test_promotion_to_an_inactive_block_wakes_it(make_manager):
+def test_promotion_to_an_inactive_block_activates_it(make_manager):
     manager = make_manager(10)
     use_full(manager, 42, plh(500))
     manager.process(Deref([42]))
@@ -364,7 +364,7 @@ def test_a_partial_block_used_again_has_one_reference(make_manager):
     assert (manager.active_blocks, manager.num_active_blocks) == ({P1: 1}, 1)
 
 
-def test_slots_are_handed_out_in_the_order_in_which_they_came_back(make_manager):
+def test_freed_slots_are_reused_in_the_order_of_their_release(make_manager):
     manager = make_manager(3)
     manager.process(Use([P1, P2]))
     first, second = manager._partials[P1], manager._partials[P2]
@@ -378,12 +378,12 @@ def test_slots_are_handed_out_in_the_order_in_which_they_came_back(make_manager)
 # --------------------------------------------------------------------------------------------------- whole requests
 
 
-def test_prefill_cost_of_a_prompt_that_is_not_cached(make_manager):
+def test_the_prefill_cost_of_an_uncached_prompt_is_all_its_tokens(make_manager):
     sequence = ActiveSequence(range(35), 10, 16)
     assert make_manager(10).prefill_cost(sequence) == (3, 35, 0)
 
 
-def test_prefill_cost_of_a_cached_prompt_has_no_last_token_rule(make_manager):
+def test_the_prefill_cost_of_a_fully_cached_prompt_is_zero(make_manager):
     manager = make_manager(10)
     sequence = ActiveSequence(range(32), 10, 16)
     manager.process(sequence.take_creation_signal())
@@ -429,7 +429,7 @@ def test_without_prefix_caching_a_preempted_request_finds_its_own_blocks(make_ma
 # ------------------------------------------------------------------------------------------------ the master example
 
 
-def test_the_life_of_blocks_step_by_step():
+def test_uses_and_derefs_give_the_events_and_pools_of_the_original_example():
     manager = new_manager("lineage", 10)
 
     def use(*blocks):
@@ -468,7 +468,7 @@ def test_the_life_of_blocks_step_by_step():
 # ----------------------------------------------------------------------------------------------------------- refusals
 
 
-def test_lists_of_other_lengths_are_refused(make_manager):
+def test_lists_that_do_not_match_the_number_of_blocks_are_refused(make_manager):
     manager = make_manager(10, 4)
     lineages = [plh(100), plh(200)]
     refuse(manager, Use([1, 2], [101, 102], lineages, [[1, 2, 3, 4]]), "block 1", "1 token_ids for 2 full blocks")
@@ -563,13 +563,13 @@ def test_a_parent_that_is_not_a_block_is_refused(make_manager):
     refuse(make_manager(10), Use([7], [], [plh(7)], parent="x"), "'x'")  # type: ignore[arg-type]
 
 
-def test_lineage_hashes_on_both_sides_of_a_border_are_accepted(make_manager):
+def test_lineage_hashes_on_both_sides_of_a_position_mode_boundary_are_accepted(make_manager):
     manager = make_manager(10)
     plhs = [lineage_hash(1, None, 65535), lineage_hash(2, 1, 65536)]
     assert manager.process(Use([1, 2], [], plhs)) == 2
 
 
-def test_destroy_is_refused_by_name(make_manager, backend):
+def test_a_refused_destroy_names_the_backend_and_hash_cache(make_manager, backend):
     refuse(make_manager(10), Destroy([1]), "Destroy", backend, "hash_cache")
 
 
@@ -577,7 +577,7 @@ def test_a_value_that_is_not_a_move_is_refused(make_manager):
     refuse(make_manager(10), "use", "expected a Use, Deref or Promote")
 
 
-def test_lineage_refuses_to_cache_two_blocks_in_one_place():
+def test_lineage_refuses_to_cache_two_blocks_with_the_same_position_and_fragment():
     manager = new_manager("lineage", 8)
     ours, theirs = lineage_hash(77, 5, 3), lineage_hash(77, 6, 3)
     manager.process(Use([1, 2, 3], [], [ours, theirs, plh(3)]))
@@ -589,14 +589,14 @@ def test_lineage_refuses_to_cache_two_blocks_in_one_place():
     refuse(manager, Deref([4]), "block 1", "hash collision")
 
 
-def test_lru_tells_two_blocks_in_one_place_apart():
+def test_lru_distinguishes_two_blocks_with_the_same_position_and_fragment():
     manager = new_manager("lru", 8)
     manager.process(Use([1, 2], [], [lineage_hash(77, 5, 3), lineage_hash(77, 6, 3)]))
     manager.process(Deref([1, 2]))
     assert manager.inactive_blocks() == [1, 2]
 
 
-def test_lineage_answers_a_block_by_position_and_fragment_alone():
+def test_lineage_matches_a_block_by_position_and_fragment_without_its_parent():
     manager = new_manager("lineage", 4)
     ours, theirs = lineage_hash(0xAA, 0x11, 5), lineage_hash(0xAA, 0x22, 5)
     use_full(manager, 1, ours)
@@ -635,7 +635,7 @@ def test_the_repr_of_a_manager_names_its_sizes(make_manager, backend):
     assert manager.active_perc == 0.25
 
 
-def test_only_the_device_has_blocks(make_manager):
+def test_without_offload_all_blocks_are_resident_on_the_device(make_manager):
     manager = make_manager(8)
     use_roots(manager, [1, 2])
     manager.process(Deref([1]))
@@ -643,7 +643,7 @@ def test_only_the_device_has_blocks(make_manager):
     assert list(manager.resident(StorageTier.HOST_PINNED)) == []
 
 
-def test_metrics_count_what_the_pool_did(make_manager):
+def test_metrics_count_allocations_evictions_registrations_and_matches(make_manager):
     manager = make_manager(3)
     manager.process(Use([1, 2, P1], [], [plh(1), plh(2)]))
     manager.process(Deref([1]))
@@ -671,7 +671,7 @@ def test_clear_drops_the_cache_and_publishes_a_cleared(make_manager):
     assert (manager.inactive_blocks(), list(manager.resident())) == ([], [])
     assert manager.metrics().reset_pool_size == 4
     assert use_roots(manager, [1, 2, 3, 4]) == 4
-    # The reset pool has two slots that were never used first, then what was dropped, in the order of eviction.
+    # The reset pool has two unused slots first, then the dropped ones in eviction order.
     assert {manager._form.names.own[1], manager._form.names.own[2]}.isdisjoint({first, second})
     assert [second, first] == [manager._form.names.own[block] for block in (3, 4)]
 
@@ -693,7 +693,7 @@ def test_clear_does_nothing_while_a_block_is_in_use(make_manager):
 # -------------------------------------------------------------------------------------------------------- short forms
 
 
-def test_short_forms_play_the_master_example():
+def test_short_forms_give_the_evictions_of_the_original_example():
     manager = new_manager("lineage", 10)
     assert manager.use([0, 1, 2, 3, 4]) == 5
     assert manager.use([0, 1, 5, 6]) == 4
@@ -706,7 +706,7 @@ def test_short_forms_play_the_master_example():
     assert [(chain_plh(9), True)] == manager.check_presence([chain_plh(9)])
 
 
-def test_a_missing_local_hash_is_the_block_itself(make_manager):
+def test_a_missing_local_hash_defaults_to_the_block_id(make_manager):
     manager = make_manager(8)
     manager.use([4, 5])
     manager.use([6, 7], local_hashes=[60, 70])
@@ -715,17 +715,17 @@ def test_a_missing_local_hash_is_the_block_itself(make_manager):
     assert [row[3] for row in take(manager)] == [[[4, 4], [5, 5]], [[6, 60], [7, 70]], [[8, 8]]]
 
 
-def test_a_new_block_continues_the_parent_that_is_named(make_manager):
+def test_a_new_block_gets_the_lineage_of_the_given_parent(make_manager):
     manager = make_manager(8)
     manager.use([1, 2])
     manager.use([3], parent=2)
     manager.deref([3])
-    manager.use([4], parent=3)  # inactive will do
+    manager.use([4], parent=3)  # an inactive parent is accepted
     assert [row[2] for row in take(manager)] == [None, 2, 3]
     assert [lineage_hash(3, 2, 2), lineage_hash(4, 3, 3)] == [manager._form.names.own[block].plh for block in (3, 4)]
 
 
-def test_a_known_block_keeps_its_lineage(make_manager):
+def test_a_block_that_is_used_again_keeps_its_lineage_hash(make_manager):
     manager = make_manager(8)
     manager.use([1, 2])
     manager.use([2, 3])  # as a root 2 would have another lineage hash
@@ -737,7 +737,7 @@ def test_a_known_block_keeps_its_lineage(make_manager):
     assert manager.num_inactive_blocks == 2
 
 
-def test_a_promoted_block_stands_below_its_parent(make_manager):
+def test_a_promoted_block_is_a_child_of_the_given_parent(make_manager):
     manager = make_manager(8)
     manager.use([1, P1])
     manager.promote(P1, 2, parent=1)
@@ -766,7 +766,7 @@ def test_an_evicted_parent_is_not_cached(make_manager):
         manager.use([3], parent=1)
 
 
-def test_a_name_that_two_copies_have_stays_known_while_one_is_there():
+def test_the_short_form_finds_a_block_by_name_while_one_of_two_copies_is_cached():
     manager = new_manager("lru", 3)
     use_full(manager, 1, plh(100))
     manager.process(Deref([1]))
@@ -806,7 +806,7 @@ class _Nothing(LruPolicy):
 
 
 @pytest.mark.parametrize("policy", [_Shorts, _Twice, _Nothing])
-def test_a_policy_that_evicts_wrongly_is_named(policy):
+def test_an_eviction_policy_that_returns_wrong_blocks_is_named_in_the_error(policy):
     manager = LogicalManager(backend="wrong", eviction=policy(), num_blocks=3)
     manager.use([1, 2, 3])
     manager.deref([3, 2, 1])
@@ -814,7 +814,7 @@ def test_a_policy_that_evicts_wrongly_is_named(policy):
         manager.use([4, 5])
 
 
-def test_a_value_that_is_not_a_block_is_not_resident(make_manager):
+def test_queries_for_invalid_blocks_find_nothing(make_manager):
     manager = make_manager(4)
     manager.use([1, 2])
     assert (manager.references("x"), manager.references(1.5)) == (0, 0)

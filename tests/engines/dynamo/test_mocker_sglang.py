@@ -1,4 +1,4 @@
-"""The cache of Dynamo's mock of SGLang by hand: pages, what is evicted, and what is published."""
+"""The cache of Dynamo's mock of SGLang, called directly: pages, evictions and events."""
 
 from random import Random
 
@@ -22,7 +22,7 @@ def make(num_blocks=8):
 
 
 def request(*pages, tail=0, size=SIZE):
-    """A request of pages that are named by a number, and some tokens more."""
+    """Return a request of pages given by number, plus some tokens."""
     return MockerRadixRequest(Prompt([*(page for page in pages for _ in range(size)), *[0] * tail]), size, Random(0))
 
 
@@ -31,7 +31,7 @@ def names(*pages, size=SIZE):
 
 
 def take(sink):
-    """Kind and blocks of each event since the last time."""
+    """Return kind and blocks of each event since the last call."""
     kinds = {Stored: "S", Removed: "R", Cleared: "C"}
     return [(kinds[type(event.data)], *getattr(event.data, "block_hashes", ())) for event in sink.take()]
 
@@ -54,7 +54,7 @@ def step(manager, one, *tokens):
 # --------------------------------------------------------------------------------------------------- the cache
 
 
-def test_a_request_takes_whole_pages_and_leaves_those_that_are_full():
+def test_a_request_allocates_whole_pages_and_leaves_its_full_pages_cached():
     manager, _ = make()
     one = request(1, 2, tail=1)
     assert manager.allocate(one, 9) == 0
@@ -63,7 +63,7 @@ def test_a_request_takes_whole_pages_and_leaves_those_that_are_full():
     assert (manager.free_pages, manager.num_active_blocks, manager.num_inactive_blocks) == (6, 0, 2)
 
 
-def test_an_identical_prompt_is_reused_but_for_the_page_of_its_last_token():
+def test_an_identical_prompt_reuses_all_pages_except_that_of_its_last_token():
     manager, _ = make()
     serve(manager, 1, 2)
     assert manager.allocate(request(1, 2), 8) == 4
@@ -72,7 +72,7 @@ def test_an_identical_prompt_is_reused_but_for_the_page_of_its_last_token():
     assert manager.allocate(without_output, 8) == 8
 
 
-def test_the_cached_part_of_a_prompt_is_not_evicted_for_the_rest():
+def test_the_cached_prefix_of_a_prompt_is_not_evicted_for_its_new_pages():
     manager, sink = make(2)
     serve(manager, 1, 2)
     take(sink)
@@ -80,7 +80,7 @@ def test_the_cached_part_of_a_prompt_is_not_evicted_for_the_rest():
     assert [("R", names(1, 2)[1]), ("S", names(1, 3)[1])] == take(sink)
 
 
-def test_what_does_not_fit_takes_nothing_and_evicts_nothing():
+def test_an_allocation_that_does_not_fit_evicts_no_page():
     manager, sink = make(4)
     serve(manager, 1)
     serve(manager, 2)
@@ -91,7 +91,7 @@ def test_what_does_not_fit_takes_nothing_and_evicts_nothing():
     assert ([held], 2, []) == (list(manager.requests), manager.num_inactive_blocks, take(sink))
 
 
-def test_a_leaf_is_trimmed_from_its_tail_the_one_used_longest_ago_first():
+def test_the_least_recently_used_leaf_is_trimmed_first_from_its_tail():
     manager, sink = make(8)
     serve(manager, 1, 2, 3)
     serve(manager, 4, 5)
@@ -102,7 +102,7 @@ def test_a_leaf_is_trimmed_from_its_tail_the_one_used_longest_ago_first():
     assert [("R", names(4, 5)[1]), ("R", *names(4), names(1, 2, 3)[2])] == take(sink)
 
 
-def test_a_parent_is_evicted_once_it_has_no_child_and_both_are_one_event():
+def test_a_parent_is_evicted_after_its_children_in_the_same_event():
     manager, sink = make(8)
     serve(manager, 1, 2)
     serve(manager, 1, 3)
@@ -112,15 +112,15 @@ def test_a_parent_is_evicted_once_it_has_no_child_and_both_are_one_event():
     assert [("R", names(1, 2)[1], names(1, 3)[1], *names(1))] == take(sink)
 
 
-def test_the_two_halves_of_a_node_that_is_matched_in_part_keep_its_time():
+def test_both_halves_of_a_split_node_keep_its_last_access_time():
     manager, _ = make(16)
     serve(manager, 1, 2, 3)
     serve(manager, 4, 5)
-    assert manager.allocate(request(1, 6), 8) == 4  # splits the first, and does not use it
+    assert manager.allocate(request(1, 6), 8) == 4  # splits the first node without using it
     assert names(1, 2, 3)[1:] == manager.inactive_blocks()[:2]
 
 
-def test_a_leaf_grows_in_place_with_what_its_request_computes():
+def test_a_leaf_grows_in_place_with_the_tokens_of_its_request():
     manager, _ = make(16)
     one = request(1, tail=3)
     manager.allocate(one, 7)
@@ -129,7 +129,7 @@ def test_a_leaf_grows_in_place_with_what_its_request_computes():
     assert [tuple(names(1, 0, 5))] == [node.names for node in manager._tree.nodes()]
 
 
-def test_reserved_pages_have_no_name_before_they_are_claimed():
+def test_reserved_pages_are_not_published_before_they_are_claimed():
     manager, sink = make(4)
     serve(manager, 1)
     take(sink)
@@ -157,11 +157,11 @@ def test_a_prompt_is_published_when_it_is_computed_and_output_when_a_page_is_ful
     assert take(sink) == []
 
 
-def test_pages_of_one_hash_are_published_once_and_removed_with_the_last():
+def test_pages_with_the_same_hash_are_stored_once_and_removed_with_the_last_copy():
     manager, sink = make()
     first, second = request(1, 2), request(1, 2)
     manager.allocate(first, 8)
-    manager.allocate(second, 8)  # neither is in the tree yet
+    manager.allocate(second, 8)  # neither request is in the tree yet
     assert [("S", *names(1, 2))] == take(sink)
     assert manager.free_pages == 4
     manager.release(first)
@@ -171,7 +171,7 @@ def test_pages_of_one_hash_are_published_once_and_removed_with_the_last():
     assert manager.resident() == []
 
 
-def test_a_stored_begins_at_the_first_page_that_was_not_present():
+def test_a_stored_begins_at_the_first_page_that_was_not_cached():
     manager, sink = make()
     manager.allocate(request(1, 2), 8)
     second = request(1, 2, 3)
@@ -179,7 +179,7 @@ def test_a_stored_begins_at_the_first_page_that_was_not_present():
     assert [("S", *names(1, 2)), ("S", names(1, 2, 3)[2])] == take(sink)
 
 
-def test_copies_are_given_back_when_their_request_is_checkpointed():
+def test_duplicate_pages_are_freed_when_their_request_is_checkpointed():
     manager, sink = make()
     first, second = request(1, 2), request(1, 2)
     manager.allocate(first, 8)
@@ -194,7 +194,7 @@ def test_copies_are_given_back_when_their_request_is_checkpointed():
     assert [("R", *names(1, 2))] == take(sink)
 
 
-def test_a_release_frees_nothing_twice():
+def test_a_release_frees_only_pages_that_are_not_cached():
     manager, _ = make(8)
     serve(manager, 1, 2)
     one = request(1, 2, 3)
@@ -226,7 +226,7 @@ def test_a_move_is_refused():
         manager.use([1])
 
 
-def test_a_page_may_be_one_token():
+def test_a_page_can_be_a_single_token():
     manager = create_manager("mocker_sglang_1_6", num_blocks=3, block_size=1)
     one = request(1, 2, size=1)
     assert manager.allocate(one, 2) == 0
@@ -238,7 +238,7 @@ def test_a_page_may_be_one_token():
 
 
 class Model:
-    """The blocks that are present after the events."""
+    """A sink with the blocks that its events leave present."""
 
     def __init__(self):
         self.present = set()
@@ -265,7 +265,7 @@ CALLS = st.lists(
 
 @settings(max_examples=examples(300))
 @given(calls=CALLS, num_blocks=st.sampled_from([3, 6, 12]))
-def test_no_page_is_lost_and_published_pages_are_cached(calls, num_blocks):
+def test_any_requests_conserve_pages_and_events_equal_the_cached_pages(calls, num_blocks):
     model = Model()
     manager = create_manager("mocker_sglang_1_6", num_blocks=num_blocks, block_size=SIZE, sink=model)
     for name, what, number in calls:
@@ -293,7 +293,7 @@ def test_no_page_is_lost_and_published_pages_are_cached(calls, num_blocks):
     assert num_blocks == manager.unused_pages()
 
 
-def test_a_heap_compares_halves_of_one_time():
+def test_eviction_orders_two_halves_of_a_node_with_the_same_access_time():
     tree = PageTree()
     tree.put_behind(tree.root, [1, 2, 3], [10, 11, 12], 0, 3)
     upper, pages = tree.find([1, 2, 4], 3)

@@ -1,4 +1,4 @@
-"""The host tier by itself: queues, duplicates, pins, and hazards, as a manager would use it."""
+"""The host tier alone, called as by a manager: queues, duplicates, pins and hazards."""
 
 import pytest
 from hypothesis import given
@@ -18,7 +18,7 @@ def block(name):
 
 
 def take(engine, *names):
-    """Hand blocks over with a slot each; returns what came of it: events in short, and how many slots came back."""
+    """Offload blocks with one slot each; return the short events and the number of returned slots."""
     return short(engine.take([block(name) for name in names], [Slot() for _ in names]))
 
 
@@ -41,7 +41,7 @@ def engine_of(num_blocks, batch_size, *, block_bytes=MB, gbps=1.0):
     )
 
 
-def test_a_call_is_cut_into_batches_that_share_the_link_and_its_slots_come_back_together():
+def test_a_call_is_split_into_batches_that_share_the_link_and_return_their_slots_together():
     engine = engine_of(8, 2)
     assert take(engine, 1, 2, 3) == ([], 0)
     assert engine.deadline() == 2.0  # one block of three, at half the bandwidth
@@ -50,17 +50,17 @@ def test_a_call_is_cut_into_batches_that_share_the_link_and_its_slots_come_back_
     assert None is engine.deadline()
 
 
-def test_no_more_transfers_are_under_way_than_a_batch_has_blocks_and_the_others_wait():
+def test_the_number_of_concurrent_transfers_is_limited_to_the_batch_size():
     engine = engine_of(8, 1)
     take(engine, 1, 2, 3)
     assert engine.deadline() == 1.0
     assert tick(engine, 1.5) == ([("S", 1)], 0)
-    assert engine.deadline() == 2.5  # the next begins when the tick sees that there is room
+    assert engine.deadline() == 2.5  # the next transfer starts when the tick finds room
     assert tick(engine, 2.5) == ([("S", 2)], 0)
     assert tick(engine, 3.5) == ([("S", 3)], 3)
 
 
-def test_a_block_that_waits_is_not_sent_again_but_the_next_in_turn_is():
+def test_a_queued_block_is_not_sent_twice_unless_it_is_the_next_or_under_way():
     engine = engine_of(8, 1)
     take(engine, 1, 2, 3)  # 1 is under way, 2 is next, 3 waits
     assert take(engine, 3) == ([], 1)
@@ -72,7 +72,7 @@ def test_a_block_that_waits_is_not_sent_again_but_the_next_in_turn_is():
     assert found == [([("S", 1)], 0), ([("S", 2)], 0), ([("S", 3)], 3), ([], 1), ([], 1)]
 
 
-def test_what_arrives_a_second_time_becomes_the_youngest():
+def test_a_block_whose_second_copy_arrives_becomes_the_most_recent_on_the_host():
     engine = engine_of(4, 2)
     take(engine, 1)
     take(engine, 1)  # sent again
@@ -90,22 +90,22 @@ def test_what_arrives_a_second_time_becomes_the_youngest():
     assert take(narrow, 4) == ([("R", 1)], 0)
 
 
-def test_a_block_that_was_evicted_between_two_copies_of_it_has_no_stored_the_second_time():
-    """The original forgets what events say of it when it is evicted; the block is on the host all the same."""
+def test_a_block_evicted_between_two_of_its_copies_gets_no_stored_for_the_second_copy():
+    """The original drops the block's event data at its eviction, although the block is still on the host."""
     engine = engine_of(2, 2)
     take(engine, 1)
     tick(engine, 0.5)
     take(engine, 1)
     assert tick(engine, 1.5) == ([("S", 1)], 1)
-    assert take(engine, 2) == ([("R", 1)], 0)  # the other slot is the second copy's
+    assert take(engine, 2) == ([("R", 1)], 0)  # the second copy has the other slot
     assert tick(engine, 2.5) == ([], 1)
     assert engine.resident() == [1]
     assert tick(engine, 3.0) == ([("S", 2)], 1)
-    assert take(engine, 3) == ([], 0)  # nor has it a Removed
+    assert take(engine, 3) == ([], 0)  # it gets no Removed either
     assert engine.resident() == [2]
 
 
-def test_if_such_a_block_is_handed_over_once_more_it_has_a_removed_without_a_stored():
+def test_a_host_block_without_a_stored_that_is_offloaded_again_gets_a_removed_on_eviction():
     engine = engine_of(2, 2)
     take(engine, 1)
     tick(engine, 0.5)
@@ -113,11 +113,11 @@ def test_if_such_a_block_is_handed_over_once_more_it_has_a_removed_without_a_sto
     tick(engine, 1.5)
     take(engine, 2)
     tick(engine, 3.0)
-    assert take(engine, 1) == ([], 1)  # the host has it
+    assert take(engine, 1) == ([], 1)  # the host already has it
     assert take(engine, 3) == ([("R", 1)], 0)
 
 
-def test_pins_hold_until_the_last_is_released():
+def test_a_block_stays_pinned_until_its_last_pin_is_released():
     engine = engine_of(2, 1, gbps=0.0)
     take(engine, 1)
     tick(engine, 0.0)
@@ -135,7 +135,7 @@ def test_pins_hold_until_the_last_is_released():
     assert repr(second) == "<HostPrefix of 1 blocks, released>"
 
 
-def test_a_pinned_block_after_one_that_is_not_is_not_found():
+def test_a_lookup_does_not_find_a_pinned_block_behind_an_unpinned_one():
     engine = engine_of(4, 2, gbps=0.0)
     take(engine, 1, 2)
     tick(engine, 0.0)
@@ -145,7 +145,7 @@ def test_a_pinned_block_after_one_that_is_not_is_not_found():
     assert not pinned.is_complete
 
 
-def test_a_transfer_to_the_device_completes_at_a_tick_and_when_another_one_starts():
+def test_a_transfer_to_the_device_completes_at_a_tick_or_when_another_one_starts():
     engine = engine_of(4, 2, gbps=1.0)
     take(engine, 1, 2)
     tick(engine, 2.0)
@@ -158,20 +158,20 @@ def test_a_transfer_to_the_device_completes_at_a_tick_and_when_another_one_start
     assert second.is_complete
 
 
-def test_without_a_time_the_last_tick_counts_in_microseconds():
+def test_a_start_without_a_time_uses_the_last_tick_rounded_down_to_microseconds():
     engine = engine_of(4, 2, gbps=1.0)
     take(engine, 1)
     tick(engine, 5.0000019)
     assert engine.now == 5.0
     engine.start(engine.find([block(1).plh]))
-    assert pytest.approx(engine.deadline(), abs=1e-12) == 6.0000019  # a link's own time does not go back
+    assert pytest.approx(engine.deadline(), abs=1e-12) == 6.0000019  # a link's own time never goes back
 
 
-def test_slots_without_blocks_come_back_at_once():
+def test_slots_without_blocks_are_returned_at_once():
     assert short(engine_of(1, 1).take([], [Slot(), Slot()])) == ([], 2)
 
 
-def test_clear_returns_every_slot_those_of_lost_batches_too():
+def test_clear_returns_every_slot_including_those_of_lost_batches():
     engine = engine_of(1, 2)
     take(engine, 1, 2)
     assert (engine.lost_blocks, engine.quarantined) == (2, 2)
@@ -188,7 +188,7 @@ def test_clear_returns_every_slot_those_of_lost_batches_too():
         st.one_of(st.lists(st.integers(1, 20), min_size=1, max_size=6, unique=True), st.floats(0, 3)), max_size=30
     ),
 )
-def test_blocks_and_slots_are_conserved(num_blocks, batch_size, steps):
+def test_any_offload_calls_conserve_blocks_and_slots(num_blocks, batch_size, steps):
     engine = engine_of(num_blocks, batch_size)
     now, given_slots, back = 0.0, 0, 0
     held, sent_twice = set(), False

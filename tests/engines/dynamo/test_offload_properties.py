@@ -1,6 +1,4 @@
-"""What holds for every program on a manager with a host tier: slots, both tiers, and no block lost but by the
-hazards.
-"""
+"""Properties of every program on a manager with a host tier: slots, both tiers, and no block lost except by hazards."""
 
 import pytest
 from cache_helpers import POLICIES, new_manager
@@ -16,7 +14,7 @@ MB = 1_000_000
 
 
 def chain_to(block):
-    """A small tree: block n > 0 hangs below (n - 1) // 2, names begin at 100."""
+    """Return a chain in a small tree: block n > 0 is a child of (n - 1) // 2; names begin at 100."""
     chain = [block]
     while chain[0]:
         chain.insert(0, (chain[0] - 1) // 2)
@@ -33,7 +31,7 @@ def details_of(block):
 
 
 class Checked:
-    """A manager with a host, requests that hold blocks, and the books that its events keep."""
+    """A manager with a host, requests that hold blocks, and ledgers of its events."""
 
     def __init__(self, backend, num_blocks, host_blocks, batch_size):
         self.engine = HostOffload(
@@ -100,7 +98,7 @@ class Checked:
                 for parent, block, local in zip(parents, data.block_hashes, data.tokens_hashes, strict=True):
                     assert block not in held or self.sent_twice
                     assert block + 1 == local
-                    # Where an ancestor may be evicted first, the real manager anchors it at a hit that comes after it.
+                    # If an ancestor may be evicted first, the real manager anchors it at a later hit.
                     if event.storage_tier != StorageTier.DEVICE or manager.backend == "lineage":
                         assert details_of(block).parent == parent
                 held.update(data.block_hashes)
@@ -109,7 +107,7 @@ class Checked:
                 assert held.issuperset(data.block_hashes) or self.sent_twice
                 held.difference_update(data.block_hashes)
                 if event.storage_tier is StorageTier.DEVICE:
-                    # A second copy of a block may part the host from what its events say (tests of the engine).
+                    # A second copy of a block may make the host differ from its events (tests of the engine).
                     self.sent_twice |= not self.departed.isdisjoint(data.block_hashes)
                     self.departed.update(data.block_hashes)
         manager.sink.take()
@@ -140,7 +138,9 @@ STEPS = st.one_of(
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
 @given(st.integers(2, 12), st.integers(1, 16), st.integers(1, 4), st.lists(STEPS, max_size=40))
-def test_random_traffic_loses_no_slot_and_publishes_each_tier(backend, num_blocks, host_blocks, batch_size, steps):
+def test_random_traffic_conserves_slots_and_publishes_the_blocks_of_each_tier(
+    backend, num_blocks, host_blocks, batch_size, steps
+):
     world = Checked(backend, num_blocks, host_blocks, batch_size)
     for name, argument in steps:
         getattr(world, name)(argument)
@@ -155,8 +155,8 @@ def test_random_traffic_loses_no_slot_and_publishes_each_tier(backend, num_block
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
 @given(st.lists(CHAINS, min_size=1, max_size=20))
-def test_with_a_batch_whose_square_fits_no_block_is_lost(backend, chains):
-    """So many blocks are under way at most: it is what the fixture's default batch is chosen by."""
+def test_no_block_is_lost_if_the_host_holds_the_square_of_the_batch_size(backend, chains):
+    """At most this many blocks are in transfer; the fixture's default batch size follows from it."""
     world = Checked(backend, 6, 9, 3)
     for chain in chains:
         for _ in range(20):

@@ -1,4 +1,4 @@
-"""The recordings of the real manager with its offload engine (dynamo-mocker 1.2.1, `kvbm-offload`), step by step."""
+"""Recordings of the real manager with its offload engine (dynamo-mocker 1.2.1, `kvbm-offload`), step by step."""
 
 from collections import Counter
 
@@ -19,7 +19,7 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
             assert player.play(operation) == expected, where
 
 
-def test_the_recordings_hold_each_outcome_of_a_swap_in(recording):
+def test_the_recordings_contain_each_outcome_of_a_swap_in(recording):
     found = Counter()
     for file in ("offload", "offload_swaps"):
         for program in recording(f"{file}.json.gz")["programs"]:
@@ -41,7 +41,7 @@ def test_recorded_programs_account_for_every_slot(recording, file):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
-def test_the_worked_example_is_the_same_for_every_policy(recording, backend):
+def test_the_worked_example_gives_the_same_steps_under_every_policy(recording, backend):
     program = recording("offload.json.gz")["programs"][0]
     assert program["name"] == "quarantine, then a second cycle"
     player = OffloadPlayer.of({**program, "backend": backend})

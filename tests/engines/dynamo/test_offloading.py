@@ -1,4 +1,4 @@
-"""A logical manager with a host tier below it: eviction to the host, swap-in, pins, hazards, bad input."""
+"""A logical manager with a host tier: eviction to the host, swap-in, pins, hazards, invalid input."""
 
 import math
 from uuid import UUID
@@ -26,7 +26,7 @@ def host(num_blocks, *, block_bytes=MB, gbps=1.0, **options):
 
 @pytest.fixture
 def make(backend):
-    """Make a manager of this backend, with a host of so many blocks below it."""
+    """Make a manager of this backend with a host of the given number of blocks."""
 
     def make(num_blocks, host_blocks=None, block_size=4, **options):
         engine = None if host_blocks is None else host(host_blocks, **options)
@@ -36,7 +36,7 @@ def make(backend):
 
 
 def use(manager, *blocks, tokens=None, parent=None):
-    """Use roots, with local hashes of their own."""
+    """Use root blocks with their own local hashes."""
     plhs = [root(block) for block in blocks]
     return manager.process(Use(blocks, [1000 + block for block in blocks], plhs, tokens, parent))
 
@@ -46,7 +46,7 @@ def use_chain(manager, *blocks, tokens=None):
 
 
 def finish_transfers(manager):
-    """Tick until nothing is under way."""
+    """Tick until no transfer is active."""
     while (deadline := manager.offload_deadline()) is not None:
         manager.tick(deadline)
 
@@ -58,7 +58,7 @@ def tokens_beside(manager, tier):
 # --------------------------------------------------------------------------------------------- to the host
 
 
-def test_a_fresh_manager_has_no_engine_and_one_can_be_attached_later(make):
+def test_an_offload_engine_can_be_attached_to_a_manager_without_one(make):
     manager, engine = make(16), HostOffload()
     assert manager.offload is None
     manager.attach_offload(engine)
@@ -78,7 +78,7 @@ def test_an_evicted_block_is_stored_on_the_host_when_its_transfer_is_done(make):
     assert list(manager.resident(StorageTier.DISK)) == []
 
 
-def test_a_block_that_the_host_evicts_is_removed_there(make):
+def test_a_block_evicted_from_the_host_gets_a_host_removed(make):
     manager = make(1, 1)
     for block in (1, 2):
         if not use(manager, block):
@@ -106,13 +106,13 @@ def test_the_slot_of_an_evicted_block_counts_as_active_until_the_copy_is_done(ma
     assert manager.num_active_blocks == 1
 
 
-def test_a_short_use_evicts_for_all_that_it_still_needs(make):
+def test_a_use_without_enough_slots_evicts_for_all_blocks_that_it_still_needs(make):
     manager = make(6, 10)
     use(manager, 1, 2, 3, 4)
     manager.deref(1, 2, 3, 4)
     manager.use([PARTIAL])
     manager.sink.take()
-    # One empty slot: 10 is stored, 11 blocks; 12 and the new partial block need slots too, 4 is there.
+    # One slot is empty: 10 is stored, 11 is blocked; 12 and the new partial block need slots too, 4 is cached.
     other = UUID(int=2, version=4)
     plhs = [root(10), root(11), root(12), root(4)]
     assert manager.process(Use([10, 11, 12, PARTIAL, other, 4], (), plhs)) == 1
@@ -122,16 +122,16 @@ def test_a_short_use_evicts_for_all_that_it_still_needs(make):
     assert manager.offload.quarantined == 3
 
 
-def test_a_block_that_the_use_itself_evicts_counts_as_needed(make):
+def test_a_block_evicted_by_the_use_that_needs_it_counts_as_needed(make):
     manager = make(2, 10)
     use(manager, 1, 2)
     manager.deref(1, 2)
-    # 3 evicts 1; now 1 has to be stored again, so 2 goes too.
+    # 3 evicts 1; now 1 must be stored again, so 2 is evicted too.
     assert use(manager, 3, 1) == 0
     assert tier_rows(manager.sink)[1:] == [["R", 1, [1, 2]]]
 
 
-def test_a_parent_on_the_host_is_the_block_before_it_and_not_the_anchor_of_the_stored(make):
+def test_a_host_stored_names_the_preceding_block_as_parent_and_not_the_anchor(make):
     manager = make(4, 10)
     use(manager, 1, 2)
     manager.deref(2, 1)
@@ -144,7 +144,7 @@ def test_a_parent_on_the_host_is_the_block_before_it_and_not_the_anchor_of_the_s
     assert stored == {1: None, 2: 1, 5: 1, 6: 5}
 
 
-def test_a_promoted_block_reaches_the_host_with_all_its_data(make):
+def test_a_promoted_block_is_stored_on_the_host_with_its_hashes_parent_and_tokens(make):
     manager = make(1, 4)
     manager.use([PARTIAL])
     manager.process(Promote(PARTIAL, 7, 3, 77, lineage_hash(7, 3, 1), [1, 2, 3, 4]))
@@ -156,7 +156,7 @@ def test_a_promoted_block_reaches_the_host_with_all_its_data(make):
     assert tier_rows(manager.sink)[-1] == ["S", 2, 3, [[7, 77]], HOST]
 
 
-def test_token_ids_travel_where_they_were_given(make):
+def test_host_events_carry_token_ids_only_for_blocks_that_had_them(make):
     manager = make(2, 4)
     use(manager, 1, tokens=[[1, 1, 1, 1]])
     use(manager, 2)
@@ -166,14 +166,14 @@ def test_token_ids_travel_where_they_were_given(make):
     assert tokens_beside(manager, StorageTier.HOST_PINNED) == [[[1, 1, 1, 1]], None]
 
 
-def test_blocks_that_the_host_holds_are_not_sent_again_and_their_slots_are_free_at_once(make):
+def test_blocks_already_on_the_host_are_not_copied_and_free_their_slots_at_once(make):
     manager = make(1, 4)
     for block in (1, 2):
         if not use(manager, block):
             finish_transfers(manager)
             use(manager, block)
         manager.deref(block)
-    assert use(manager, 1) == 0  # 2 goes
+    assert use(manager, 1) == 0  # evicts 2
     finish_transfers(manager)
     assert use(manager, 1) == 1
     manager.deref(1)
@@ -187,7 +187,7 @@ def test_blocks_that_the_host_holds_are_not_sent_again_and_their_slots_are_free_
     assert use(manager, 3) == 1
 
 
-def test_a_deref_and_a_promote_need_no_slot_and_so_are_never_blocked(make):
+def test_deref_and_promote_are_never_blocked_by_offloading(make):
     manager = make(2, 4)
     manager.use([1, PARTIAL])
     manager.promote(PARTIAL, 2, parent=1)
@@ -198,7 +198,7 @@ def test_a_deref_and_a_promote_need_no_slot_and_so_are_never_blocked(make):
 # ------------------------------------------------------------------------------------------------ hazards
 
 
-def test_a_batch_that_the_host_cannot_hold_whole_is_lost_with_its_slots(make):
+def test_a_batch_larger_than_the_host_is_lost_with_its_slots(make):
     manager = make(3, 2)
     use(manager, 1, 2, 3)
     manager.deref(1, 2, 3)
@@ -208,11 +208,11 @@ def test_a_batch_that_the_host_cannot_hold_whole_is_lost_with_its_slots(make):
     assert (manager.num_active_blocks, manager.offload.lost_blocks, manager.offload.resident()) == (3, 3, [])
 
 
-def test_one_lost_batch_keeps_the_slots_of_its_whole_call(make):
+def test_one_lost_batch_loses_the_slots_of_all_batches_of_its_call(make):
     manager = make(5, 4, batch_size=2)
     use(manager, 1, 2, 3, 4, 5)
     manager.deref(1, 2, 3, 4, 5)
-    # 1 and 2 travel, 3 and 4 travel, and for 5 the host has no slot until they have arrived: it waits for its turn.
+    # 1 and 2, then 3 and 4 are in transfer; 5 waits, because the host has no slot for it until they arrive.
     assert use(manager, 11, 12, 13, 14, 15) == 0
     finish_transfers(manager)
     assert (manager.offload.lost_blocks, manager.offload.quarantined) == (0, 0)
@@ -230,7 +230,7 @@ def test_one_lost_batch_keeps_the_slots_of_its_whole_call(make):
 
 
 def swapped_out(make, num_blocks=4, host_blocks=8, **options):
-    """A manager whose host has the chain 1, 2, 3, and whose device is empty but for that."""
+    """Return a manager whose host holds the chain 1, 2, 3 and whose device does not."""
     manager = make(num_blocks, host_blocks, **options)
     use_chain(manager, 1, 2, 3)
     manager.deref(3, 2, 1)
@@ -296,7 +296,7 @@ def test_a_swap_in_without_free_slots_hits_nothing(make):
     assert manager.num_active_blocks == 2
 
 
-def test_blocks_that_came_back_hang_below_the_prefix_that_was_there(make):
+def test_swapped_in_blocks_are_stored_below_the_given_parent(make):
     manager = make(8)
     swap = manager._below._reserve(2)
     blocks = [BlockDetails(12, root(12), None, 120, [1] * 4), BlockDetails(13, root(13), None, 130, [2] * 4)]
@@ -313,7 +313,7 @@ def test_a_stored_has_token_ids_only_if_every_block_has_them(make):
     assert tokens_beside(manager, StorageTier.DEVICE) == [None]
 
 
-def test_a_block_that_the_device_has_by_now_is_an_anchor(make):
+def test_a_swapped_in_block_that_the_device_already_has_becomes_the_parent_of_the_next(make):
     manager = make(8, 8)
     use(manager, 2)  # active
     use(manager, 4)
@@ -330,14 +330,14 @@ def test_a_block_that_the_device_has_by_now_is_an_anchor(make):
 
 
 @pytest.mark.parametrize(("slots", "taken", "inactive"), [(1, 1, 1), (3, 3, 3), (5, 3, 3)])
-def test_with_fewer_slots_than_blocks_it_stops_and_says_how_many_it_took(make, slots, taken, inactive):
+def test_a_swap_in_with_fewer_slots_than_blocks_returns_the_number_registered(make, slots, taken, inactive):
     manager = make(8)
     blocks = [BlockDetails(block, root(block)) for block in (1, 2, 3)]
     assert taken == manager.register_swapped_in(blocks, None, manager._below._reserve(slots))
     assert (0, inactive) == (manager.num_active_blocks, manager.num_inactive_blocks)
 
 
-def test_a_block_that_came_back_keeps_its_token_ids_for_the_next_time(make):
+def test_a_swapped_in_block_keeps_its_token_ids_for_its_next_offload(make):
     manager = make(1, 1)
     blocks = [BlockDetails(1, root(1), None, 101, [1, 2, 3, 4])]
     assert manager.register_swapped_in(blocks, None, manager._below._reserve(1)) == 1
@@ -347,7 +347,7 @@ def test_a_block_that_came_back_keeps_its_token_ids_for_the_next_time(make):
     assert tokens_beside(manager, StorageTier.HOST_PINNED) == [[[1, 2, 3, 4]]]
 
 
-def test_a_dropped_swap_in_frees_its_slots_and_pins_once(make):
+def test_dropping_a_swap_in_frees_its_slots_and_pins_only_once(make):
     manager = swapped_out(make)
     swap = manager.swap_in(CHAIN, 10.0)
     active = manager.num_active_blocks
@@ -399,7 +399,7 @@ def test_a_pinned_block_is_active_and_has_no_reference(make):
     assert tier_rows(manager.sink)[1:] == []
 
 
-def test_a_prefix_that_is_not_there_whole_is_not_pinned(make):
+def test_an_incompletely_cached_prefix_is_not_pinned(make):
     manager = make(4, 4)
     use_chain(manager, 1, 2)
     manager.deref(2, 1)
@@ -407,7 +407,7 @@ def test_a_prefix_that_is_not_there_whole_is_not_pinned(make):
     assert (manager.num_active_blocks, manager.num_inactive_blocks) == (0, 2)
 
 
-def test_a_pin_is_dropped_once(make):
+def test_a_pin_can_be_dropped_only_once(make):
     manager = make(4, 4)
     use_chain(manager, 1)
     first, second = manager.pin(CHAIN[:1]), manager.pin(CHAIN[:1])
@@ -462,7 +462,7 @@ def test_a_value_that_is_not_a_lineage_hash_is_refused(make):
             call([-1])
 
 
-def test_an_engine_is_attached_once_and_to_an_empty_manager(make):
+def test_an_offload_engine_can_be_attached_only_once_and_to_an_empty_manager(make):
     manager = make(2, 2)
     with pytest.raises(ValueError, match="has an offload engine already"):
         manager.attach_offload(HostOffload())
@@ -486,7 +486,7 @@ def test_an_engine_is_attached_once_and_to_an_empty_manager(make):
         ),
     ],
 )
-def test_a_host_of_no_size_is_refused(options, message):
+def test_invalid_host_options_are_refused(options, message):
     with pytest.raises(ValueError) as error:
         HostOffload(**options)
     assert str(error.value) == message

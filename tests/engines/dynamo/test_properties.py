@@ -1,4 +1,4 @@
-"""What holds for every program of moves, whatever it does."""
+"""Properties of every program of moves."""
 
 from functools import partial
 from uuid import UUID
@@ -17,8 +17,8 @@ from pytest_kvmock.engines.dynamo.pool import Used
 from pytest_kvmock.engines.dynamo.runs import Runs
 from pytest_kvmock.values import Deref, MoveError, Promote, Use, lineage_hash
 
-# Blocks of a small tree: block n > 0 hangs below n // 3; block 0 and every multiple of 7 are roots. Other blocks get
-# the lineage hash of one of them under a name of their own (from 100), or share its place with another parent (200).
+# Blocks of a small tree: block n > 0 is a child of n // 3; block 0 and every multiple of 7 are roots. Other blocks get
+# the lineage hash of one of them under their own name (from 100), or share its place with another parent (200).
 PARTIALS = [UUID(int=number, version=4) for number in range(4)]
 
 
@@ -69,7 +69,7 @@ def move_of(manager, kind, arguments):
         return Use(arguments[0], [block + 1000 for block in full], [lineage_of(block) for block in full])
     if kind == "deref":
         return Deref(arguments[0])
-    if kind == "free":  # some of what is active, in any order
+    if kind == "free":  # some active blocks in any order
         active = [block for block, references in manager.active_blocks.items() for _ in range(references)]
         arguments[0].shuffle(active)
         return Deref(active[: len(active) // 2 + 1])
@@ -79,7 +79,7 @@ def move_of(manager, kind, arguments):
 
 @settings(max_examples=examples(300), deadline=None)
 @given(backends, st.integers(1, 12), operations)
-def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, capacity, program):
+def test_any_moves_conserve_slots_and_a_refused_move_changes_nothing(backend, capacity, program):
     manager = new_manager(backend, capacity)
     for operation in program:
         before = state_of(manager)
@@ -107,8 +107,8 @@ def test_every_slot_is_somewhere_and_a_refused_move_changes_nothing(backend, cap
     st.integers(1, 12),
     st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=60),
 )
-def test_a_ledger_that_believes_the_events_holds_what_the_manager_holds(backend, capacity, requests):
-    # Chains used whole and freed tail first, as schedulers do: neither hazard can be reached.
+def test_a_ledger_of_the_events_equals_the_resident_blocks(backend, capacity, requests):
+    # Chains are used completely and freed tail first, as by schedulers: neither hazard is reachable.
     manager = new_manager(backend, capacity)
     held, ledger = [], set()
     for chain, free_first in requests:
@@ -134,8 +134,8 @@ def test_a_ledger_that_believes_the_events_holds_what_the_manager_holds(backend,
 
 @settings(max_examples=examples(300), deadline=None)
 @given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=60))
-def test_a_ledger_lacks_what_one_use_evicted_and_stored_again_and_nothing_else(backend, capacity, requests):
-    # Chains again. Over multi_lru the tail of one can outlive its head, and then go for it: see pending.py.
+def test_a_ledger_lacks_only_blocks_that_one_use_evicted_and_stored_again(backend, capacity, requests):
+    # Chains again. Over multi_lru a tail can outlive its head and then be evicted for it: see pending.py.
     manager = new_manager(backend, capacity)
     held, ledger, lost = [], set(), set()
     for chain, free_first in requests:
@@ -162,7 +162,7 @@ def test_a_ledger_lacks_what_one_use_evicted_and_stored_again_and_nothing_else(b
 
 @settings(max_examples=examples(200), deadline=None)
 @given(backends, st.integers(1, 12), st.lists(st.tuples(blocks.map(chain_to), st.booleans()), max_size=40))
-def test_short_forms_do_what_the_moves_do_that_they_stand_for(backend, capacity, requests):
+def test_short_forms_have_the_same_effect_as_the_moves_that_they_replace(backend, capacity, requests):
     short, long = new_manager(backend, capacity), new_manager(backend, capacity)
     held = []
     for chain, free_first in requests:
@@ -190,14 +190,14 @@ class CarefulSlots(CachedSlots):
 
 
 class CarefulManager(LogicalManager):
-    """Goes block by block, never in runs and never in bulk."""
+    """A manager that works block by block, never in runs or in bulk."""
 
     def _new_slots(self, runs=None):
         return CarefulSlots(self.backend, self._pool, self._partials, runs)
 
 
 def play_on_both(backend, capacity, moves):
-    """Play the moves, made by a function of the manager, in bulk and block by block; all that shows is the same."""
+    """Play moves in bulk and block by block, and compare the visible state; each move is a function of the manager."""
     bulk = new_manager(backend, capacity)
     careful = CarefulManager(
         backend=backend, eviction=POLICIES[backend](capacity), num_blocks=capacity, sink=CapturingSink()
@@ -218,7 +218,7 @@ def play_on_both(backend, capacity, moves):
         if backend == "multi_lru":
             trackers = [manager._pool.inactive._tracker for manager in (careful, bulk)]
             assert (trackers[0].size, trackers[0].words()) == (trackers[1].size, trackers[1].words())
-    while bulk.num_active_blocks:  # then what is left goes, and the order in which it is evicted is seen
+    while bulk.num_active_blocks:  # then the remaining blocks are evicted, which shows their order
         move = Deref(list(bulk.active_blocks))
         try:
             assert bulk.process(move) == careful.process(move)
@@ -245,18 +245,18 @@ def entries_in(manager):
 
 @settings(max_examples=examples(400), deadline=None)
 @given(backends, st.integers(1, 12), operations.map(lambda program: [op for op in program if op != ("clear",)]))
-def test_any_moves_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
+def test_any_moves_have_the_same_effect_in_bulk_and_block_by_block(backend, capacity, program):
     play_on_both(backend, capacity, [partial(move_of, kind=kind, arguments=rest) for kind, *rest in program])
 
 
 @pytest.mark.parametrize("backend", sorted(POLICIES))
-def test_a_child_stored_before_its_parent_in_bulk_hangs_below_it(backend):
+def test_a_child_stored_before_its_parent_has_the_same_effect_in_bulk_and_block_by_block(backend):
     child, parent, other = (Use([block], [block], [lineage_of(block)]) for block in (3, 1, 14))
     both = Use([3, 1], [3, 1], child.plhs + parent.plhs)
     play_on_both(backend, 3, [lambda _, move=move: move for move in (both, Deref([1, 3]), other, Deref([14]))])
 
 
-# A request: the chain to a block, how much of it, tokens or not, a partial block at its end, and how it is freed.
+# A request: the chain to a block, its start, with tokens or not, with a partial block or not, and how it is freed.
 requests = st.lists(
     st.tuples(
         st.integers(0, 200).map(chain_to),
@@ -271,7 +271,7 @@ requests = st.lists(
 
 @settings(max_examples=examples(400), deadline=None)
 @given(backends, st.integers(1, 24), requests)
-def test_requests_in_bulk_do_what_they_do_block_by_block(backend, capacity, program):
+def test_requests_have_the_same_effect_in_bulk_and_block_by_block(backend, capacity, program):
     moves, last = [], []
     for number, (chain, start, with_tokens, with_partial, freed) in enumerate(program):
         part = chain[start:]
@@ -290,8 +290,8 @@ def test_requests_in_bulk_do_what_they_do_block_by_block(backend, capacity, prog
     play_on_both(backend, capacity, [lambda _, move=move: move for move in moves])
 
 
-# What a scheduler does: requests come with a chain, grow by generated blocks, and go; chunk by chunk, freed whole, one
-# by one or in part, and used again.
+# Steps of a scheduler: requests arrive with a chain, chunk by chunk, grow by generated blocks, are freed completely,
+# one by one or in part, and are used again.
 steps = st.lists(
     st.tuples(
         st.sampled_from(["admit", "admit", "chunk", "grow", "grow", "free", "free one by one", "free some", "same"]),
@@ -303,11 +303,11 @@ steps = st.lists(
 
 
 class Scheduler:
-    """Moves of requests, as `steps` say; each ends with at most one partial block."""
+    """Moves of requests for `steps`; each request ends with at most one partial block."""
 
     def __init__(self):
-        self.running = []  # the blocks that each holds
-        self.waiting = []  # what is left of a chain, behind what is held
+        self.running = []  # the blocks of each request
+        self.waiting = []  # the rest of its chain, behind the held blocks
         self.generated = 0
 
     def moves(self, kind, number, cut):
@@ -330,7 +330,7 @@ class Scheduler:
             if isinstance(held[-1], UUID):
                 depth = len(held) - 1
                 parent = held[-2] if depth else None
-                name = sequence_hashes((cut // 2,), parent=parent)[0]  # two requests may generate the same
+                name = sequence_hashes((cut // 2,), parent=parent)[0]  # two requests may generate the same block
                 yield Promote(held.pop(), name, parent, name, lineage_hash(name, parent, depth))
                 held.append(name)
             self.generated += 1
@@ -349,7 +349,7 @@ class Scheduler:
                 yield from (Deref([block]) for block in reversed(held))
 
     def fall_short(self, step, missing):
-        """The request of this step keeps what it got, and gets no more."""
+        """Let the request of this step keep its allocated blocks and get no more."""
         index = len(self.running) - 1 if step[0] in ("admit", "same") else step[1] % len(self.running)
         del self.running[index][-missing:]
         self.waiting[index].clear()
@@ -364,7 +364,7 @@ class Scheduler:
 
 @settings(max_examples=examples(400), deadline=None)
 @given(st.sampled_from(["lineage", "lru"]), st.integers(1, 40), steps)
-def test_what_schedulers_do_is_the_same_in_runs_and_block_by_block(backend, capacity, program):
+def test_scheduler_moves_have_the_same_effect_in_runs_and_block_by_block(backend, capacity, program):
     scheduler = Scheduler()
     in_runs = new_manager(backend, capacity)
     careful = CarefulManager(
@@ -377,7 +377,7 @@ def test_what_schedulers_do_is_the_same_in_runs_and_block_by_block(backend, capa
             if isinstance(move, Use) and served < len(move.blocks):
                 scheduler.fall_short(step, len(move.blocks) - served)
                 break
-            if not isinstance(move, Deref) or len(move.blocks) > 1:  # those that come one by one are looked at later
+            if not isinstance(move, Deref) or len(move.blocks) > 1:  # single frees are compared later
                 assert entries_in(careful) == entries_in(in_runs)
                 assert state_of(careful) == state_of(in_runs)
     assert isinstance(in_runs._form, Runs)
@@ -395,7 +395,7 @@ def test_what_schedulers_do_is_the_same_in_runs_and_block_by_block(backend, capa
 
 
 @pytest.mark.parametrize("reverse", [True, False])
-def test_policies_differ_when_a_chain_is_freed_root_first(reverse):
+def test_lineage_and_lru_differ_only_when_a_chain_is_freed_root_first(reverse):
     streams = []
     for backend in ("lineage", "lru"):
         manager = new_manager(backend, 4)

@@ -1,4 +1,4 @@
-"""The recordings of the real manager (dynamo-mocker 1.2.1 on kvbm-logical 1.2.1), step by step."""
+"""Recordings of the real manager (dynamo-mocker 1.2.1 on kvbm-logical 1.2.1), compared step by step."""
 
 import hashlib
 import json
@@ -44,7 +44,7 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
 
 
 RESTORED = ("evicted_and_restored", None)
-OWN_FAULTS = {  # of the real manager; what follows from one is listed under it
+OWN_FAULTS = {  # faults of the real manager; consequences are listed under their cause
     "logical_scenarios": {
         ("invalid_block", None): 3,
         ("orphaned_child", None): 13,
@@ -73,9 +73,9 @@ OWN_FAULTS = {  # of the real manager; what follows from one is listed under it
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_a_users_sink_finds_in_a_recording_what_the_real_manager_does_wrong(recording, file):
-    """Compared after each step with what the manager holds (docs/how-to/own-engine.md); hashes are found out to be a
-    chain.
+def test_a_custom_engine_sink_reports_the_faults_of_the_recorded_manager(recording, file):
+    """The sink is compared with the manager's blocks after each step (docs/how-to/own-engine.md) and detects that
+    hashes are chained.
     """
     found = Counter()
     for program in recording(f"{file}.json.gz")["programs"]:
@@ -100,9 +100,7 @@ RUNS = range(24)  # two traces, three policies, two capacities, one and eight re
 
 @pytest.fixture(scope="module")
 def hashed_trace(traces):
-    """Read a trace, or so many lines of it, as a list of (local hashes, sequence hashes, lineage hashes), once for
-    all.
-    """
+    """Read a trace, or its first lines, once, as a list of (local hashes, sequence hashes, lineage hashes)."""
 
     @cache
     def read(name, most=None):
@@ -118,7 +116,7 @@ def hashed_trace(traces):
 
 
 class DigestSink:
-    """Hashes the event stream as the recording does, and counts it."""
+    """A sink that hashes the event stream as the recording does and counts its events."""
 
     def __init__(self):
         self.digest = hashlib.sha256()
@@ -137,7 +135,7 @@ class DigestSink:
 
 
 def play_trace(run, requests):
-    """Returns the sink, and how many blocks were asked for and refused."""
+    """Return the sink and the numbers of requested and refused blocks."""
     manager = new_manager(run["backend"], run["capacity"])
     manager.sink = sink = DigestSink()
     held = []
@@ -171,5 +169,5 @@ def test_a_request_trace_gives_the_recorded_event_stream(recording, hashed_trace
     assert run["stream_sha256"] == sink.digest.hexdigest()
 
 
-def test_every_recorded_run_of_our_policies_is_played(recording):
+def test_every_recorded_run_of_an_eviction_policy_is_played(recording):
     assert len(RUNS) == len(recording("logical_mooncake.json")["runs"])

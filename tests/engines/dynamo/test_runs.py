@@ -1,6 +1,4 @@
-"""Which moves a manager carries out in runs, and with which it goes on block by block. What they do is tested
-elsewhere.
-"""
+"""Which moves a manager processes in runs, and which make it continue block by block. Other tests check the effects."""
 
 from uuid import UUID
 
@@ -17,7 +15,7 @@ P1, P2 = (UUID(int=number, version=4) for number in (1, 2))
 
 
 def use(*blocks, after=()):
-    """A Use of a chain that begins below another one."""
+    """Return a Use of a chain below another block."""
     full = [block for block in blocks if not isinstance(block, UUID)]
     parent = after[-1] if after else None
     return Use(list(blocks), full, lineage_hashes(full, parent=parent, start=len(after)), None, parent)
@@ -119,7 +117,7 @@ ODD = {
 
 
 def play(backend, moves):
-    """Play moves in runs and block by block, which does the same; returns the manager that began in runs."""
+    """Play moves in runs and block by block with the same effect; return the manager that started in runs."""
     in_runs = new_manager(backend, 8)
     careful = CarefulManager(backend=backend, eviction=POLICIES[backend](8), num_blocks=8, sink=CapturingSink())
     for move in moves:
@@ -133,7 +131,7 @@ def play(backend, moves):
 
 @pytest.mark.parametrize("backend", ["lineage", "lru"])
 @pytest.mark.parametrize("case", SCHEDULERS)
-def test_what_a_scheduler_does_is_done_in_runs(case, backend):
+def test_the_moves_of_a_scheduler_are_processed_in_runs(case, backend):
     assert isinstance(play(backend, SCHEDULERS[case])._form, Runs)
 
 
@@ -145,7 +143,7 @@ def test_a_move_that_no_scheduler_makes_is_processed_block_by_block(case, backen
     assert isinstance(play(backend, [*before, last])._form, CachedSlots)
 
 
-def test_a_move_that_is_refused_leaves_it_in_runs():
+def test_a_manager_in_runs_stays_in_runs_after_a_refused_move():
     manager = new_manager("lineage", 8)
     manager.process(use(1, 2))
     for move in (free(3), free(2, 2), free("x"), Deref(5), Use([3], [3], ["x"]), Promote(P1, 3)):
@@ -154,7 +152,7 @@ def test_a_move_that_is_refused_leaves_it_in_runs():
     assert isinstance(manager._form, Runs)
 
 
-def test_references_within_runs_and_of_what_is_freed_one_by_one():
+def test_references_are_counted_when_blocks_of_a_run_are_freed_one_by_one():
     manager = new_manager("lru", 8)
     manager.process(use(1, 2, 3))
     manager.process(use(1, 2))
@@ -181,7 +179,7 @@ def test_a_block_evicted_within_a_run_is_not_cached():
     assert isinstance(manager._form, Runs)
 
 
-def test_runs_begin_again_after_a_clear():
+def test_a_cleared_manager_processes_new_moves_in_runs():
     manager = new_manager("lru", 4)
     for first in (10, 20):
         manager.process(use(*range(first, first + 4)))

@@ -49,7 +49,7 @@ def test_after_whole_blocks_the_first_token_only_opens_a_new_one():
     assert use.blocks[0] == sequence.unique_blocks[1]
 
 
-def test_histories_of_one_content_have_full_blocks_in_common_and_partial_ones_not():
+def test_sequences_with_the_same_tokens_share_full_blocks_but_not_partial_ones():
     one = ActiveSequence(range(15), 100, 16)
     one.push(15)
     one.push(16)
@@ -90,7 +90,7 @@ def test_a_reset_frees_the_blocks_and_keeps_the_tokens():
     assert sequence.free_signal() == []
 
 
-def test_generation_frees_all_with_its_last_token():
+def test_the_last_generated_token_frees_all_blocks():
     sequence, _ = ActiveSequence.new_with_signal(range(14), 5, 16)
     assert [sequence.generate(), sequence.generate()] == [[], []]
     assert [Promote, Use] == kinds(sequence.generate())
@@ -130,7 +130,7 @@ def test_prepare_is_stable_until_the_commit():
     assert (sequence.block_hashes[1:], sequence.unique_blocks[0]) == (use.local_hashes, use.parent)
 
 
-def test_nothing_is_prepared_where_nothing_is_missing():
+def test_prepare_returns_none_if_all_blocks_are_allocated():
     sequence = ActiveSequence(range(10), 4, 4)
     assert sequence.prepare_allocation(0) is None
     assert len(sequence.take_creation_signal().blocks) == 3
@@ -145,7 +145,7 @@ def test_frees_cover_exactly_the_allocated_blocks():
     assert [Deref([block]) for block in sequence.unique_blocks[1::-1]] == sequence.free_signal()
 
 
-def test_pop_takes_the_new_partial_block_back_and_leaves_the_promotion():
+def test_pop_undoes_the_new_partial_block_but_not_the_promotion():
     sequence = ActiveSequence(range(15), 100, 16)
     sequence.push(15)
     sequence.push(16)
@@ -156,7 +156,7 @@ def test_pop_takes_the_new_partial_block_back_and_leaves_the_promotion():
     assert is_partial_use(sequence.push(99)[0])
 
 
-def test_pop_takes_back_no_more_than_was_just_pushed():
+def test_pop_undoes_only_the_last_push():
     sequence = ActiveSequence(range(15), 100, 16)
     with pytest.raises(ValueError, match="there is none"):
         sequence.pop()
@@ -167,7 +167,7 @@ def test_pop_takes_back_no_more_than_was_just_pushed():
         sequence.pop()
 
 
-def test_without_prefix_caching_names_are_random_and_stay():
+def test_without_prefix_caching_block_names_are_random_and_stable():
     one, two = (ActiveSequence(range(32), 9, 16, enable_prefix_caching=False) for _ in range(2))
     assert not set(one.unique_blocks) & set(two.unique_blocks)
     assert block_hashes(range(32), 16) == one.block_hashes
@@ -186,7 +186,7 @@ def test_without_prefix_caching_a_promoted_block_has_a_random_name_below_no_pare
     assert (promote.plh >> 118, promote.plh >> 59 & (2**59 - 1)) == (1, 0)  # position 1, no parent fragment
 
 
-def test_token_ids_travel_with_full_blocks_when_asked_for():
+def test_moves_carry_the_token_ids_of_full_blocks_on_request():
     sequence = ActiveSequence(range(10), 9, 4, emit_token_ids=True)
     assert sequence.take_creation_signal().token_ids == [(0, 1, 2, 3), (4, 5, 6, 7)]
     sequence.push(10)
@@ -224,7 +224,7 @@ def test_a_prompt_of_hashes_makes_moves_without_tokens():
     assert sequence_hashes(sequence.block_hashes) == sequence.unique_blocks[:3]
 
 
-def test_one_generator_gives_one_history():
+def test_a_seeded_generator_gives_a_reproducible_history():
     def history(seed):
         sequence = ActiveSequence(range(14), 20, 4, rng=random.Random(seed))
         return [sequence.take_creation_signal(), *(sequence.generate() for _ in range(20))]
@@ -239,7 +239,7 @@ def test_names_of_partial_blocks_are_version_4_and_differ_by_default():
     assert one != two
 
 
-def test_sizes():
+def test_a_sequence_reports_its_length_and_block_counts():
     sequence = ActiveSequence(range(10), 7, 4)
     assert (sequence.to_completion_blocks, sequence.extra_tokens, sequence.is_empty) == (5, 2, False)
     sequence.push(3)

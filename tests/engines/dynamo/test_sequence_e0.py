@@ -15,14 +15,14 @@ def new(tokens, max_output=100, block_size=4, **fields):
 
 
 def filled(tokens=range(6), **fields):
-    """A sequence of 6 + 2 tokens: its last block has all its tokens, and is not promoted."""
+    """Return a sequence of 6 + 2 tokens whose last block is full but not promoted."""
     sequence = new(tokens, **fields)
     sequence.take_creation_signal()
     assert [sequence.push(6), sequence.push(7)] == [[], []]
     return sequence
 
 
-def test_the_creation_signal_is_one_use_of_all_blocks_with_all_local_hashes():
+def test_the_creation_signal_is_one_use_of_all_blocks_and_local_hashes():
     sequence, use = ActiveSequence.new_with_signal(range(10), 5, 4, moves="whole")
     assert Use(sequence.unique_blocks, block_hashes(range(8), 4)) == use
     assert (len(use.blocks), sequence.num_allocated_tokens) == (3, 10)
@@ -35,7 +35,7 @@ def test_a_prompt_shorter_than_a_block_is_one_partial_block():
     assert (use.local_hashes, len(use.blocks), isinstance(use.blocks[0], UUID)) == ([], 1, True)
 
 
-def test_a_use_keeps_its_blocks_when_the_sequence_continues():
+def test_a_use_is_unchanged_when_its_sequence_grows():
     sequence = new(range(4))
     use = sequence.take_creation_signal()
     sequence.push(1)
@@ -52,7 +52,7 @@ def test_a_block_is_promoted_by_the_first_token_of_the_next():
     assert [first, second, use.blocks[0]] == sequence.unique_blocks
 
 
-def test_what_is_freed_is_all_blocks_tail_first_and_a_partial_one_is_destroyed():
+def test_a_free_signal_frees_all_blocks_tail_first_and_destroys_a_partial_one():
     sequence = filled()
     first, partial = sequence.unique_blocks
     assert [Destroy([partial]), Deref([first])] == sequence.free_signal()
@@ -60,7 +60,7 @@ def test_what_is_freed_is_all_blocks_tail_first_and_a_partial_one_is_destroyed()
     assert [Deref([block]) for block in new(range(8)).unique_blocks[::-1]] == new(range(8)).free_signal()
 
 
-def test_a_reset_frees_all_and_makes_the_next_creation_signal():
+def test_a_reset_frees_all_blocks_and_prepares_the_next_creation_signal():
     sequence = filled()
     sequence.push(8)
     blocks = sequence.unique_blocks.copy()
@@ -75,7 +75,7 @@ def test_a_reset_frees_all_and_makes_the_next_creation_signal():
     assert sequence.take_creation_signal() is None
 
 
-def test_after_a_reset_there_is_a_hash_too_many_where_the_last_block_is_full_and_not_promoted():
+def test_after_a_reset_a_full_unpromoted_last_block_adds_an_extra_local_hash():
     sequence = filled(emit_token_ids=True)
     sequence.reset_with_signal()
     use = sequence.take_creation_signal()
@@ -87,14 +87,14 @@ def test_after_a_reset_there_is_a_hash_too_many_where_the_last_block_is_full_and
     assert use.local_hashes[1] == promote.local_hash
 
 
-def test_after_a_reset_unknown_tokens_leave_a_random_hash_too_many():
+def test_after_a_reset_unknown_tokens_add_an_extra_random_local_hash():
     sequence = filled(Prompt(hashes=[11], num_tokens=6), rng=random.Random(1))
     sequence.reset_with_signal()
     use = sequence.take_creation_signal()
     assert (len(use.local_hashes), use.local_hashes[0], use.token_ids) == (2, 11, None)
 
 
-def test_a_promoted_block_gives_no_hash_too_many():
+def test_after_a_reset_a_promoted_block_adds_no_extra_local_hash():
     sequence = filled()
     sequence.push(8)
     sequence.pop()
@@ -104,7 +104,7 @@ def test_a_promoted_block_gives_no_hash_too_many():
     assert len(use.local_hashes) == 2
 
 
-def test_generation_frees_all_with_its_last_token():
+def test_the_last_generated_token_frees_all_blocks():
     sequence, _ = ActiveSequence.new_with_signal(range(14), 5, 16, moves="whole")
     assert [sequence.generate(), sequence.generate()] == [[], []]
     assert [Promote, Use] == [type(move) for move in sequence.generate()]
@@ -113,7 +113,7 @@ def test_generation_frees_all_with_its_last_token():
     assert [Destroy([partial]), Deref([full])] == sequence.generate()
 
 
-def test_without_prefix_caching_names_are_random_and_stay():
+def test_without_prefix_caching_block_names_are_random_and_stable():
     sequence = new(range(8), enable_prefix_caching=False)
     use = sequence.take_creation_signal()
     sequence.reset_with_signal()
@@ -122,13 +122,13 @@ def test_without_prefix_caching_names_are_random_and_stay():
 
 
 @pytest.mark.parametrize("call", ["prepare_allocation", "allocate_blocks_for_chunk"])
-def test_there_are_no_chunks(call):
+def test_chunked_allocation_is_refused_with_moves_whole(call):
     sequence = new(range(8))
     with pytest.raises(ValueError, match='moves="whole" has no chunks'):
         getattr(sequence, call)(4)
     assert len(sequence.take_creation_signal().blocks) == 2
 
 
-def test_other_moves_are_refused():
+def test_an_unknown_kind_of_moves_is_refused():
     with pytest.raises(ValueError, match="unknown moves 'e0'; known: chunks, whole"):
         ActiveSequence([1], 5, 4, moves="e0")

@@ -1,9 +1,9 @@
-"""Play recorded programs of prefill and decode engines on ours, and print what differs by program and step.
+"""Play recorded programs of prefill and decode engines on ours, and print the differences by program and step.
 
     python tests/engines/pairs/play_pairs.py FILE...
 
-It prints "N of M programs equal" last; the exit status is 1 if any differs. Each engine has a module
-of its own next to this one; it is loaded for files of its engine alone.
+It prints "N of M programs equal" last; the exit status is 1 if any differs. Each engine has its
+own module next to this one, which is loaded only for files of that engine.
 """
 
 import sys
@@ -15,7 +15,7 @@ import players
 
 
 def played(value):
-    """Each program's name, and what differs in it, or None: those of SGLang are of one engine, with steps."""
+    """Yield each program's name with its difference, or None; programs of SGLang have one engine, with steps."""
     programs = value if isinstance(value, list) else value["programs"]
     engine = "sglang" if "steps" in programs[0] else "vllm"
     return players.player(f"engines/pairs/play_pairs_{engine}.py").played(programs)

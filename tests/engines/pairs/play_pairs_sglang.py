@@ -1,11 +1,11 @@
-"""Plays recorded programs of SGLang's prefill and decode engines on ours: answers, queues, events, sizes and the shape
+"""Play recorded programs of SGLang's prefill and decode engines on ours: answers, queues, events, sizes and the shape
 of the tree.
 
     python tests/engines/pairs/play_pairs_sglang.py FILE...
 
-The queues and the cache are the package's (`SglangPrefill`, `SglangDecode`). What the recording made up is
-modelled here: when a handshake or a transfer ends is what the operations say; and which prompts make up a batch of P,
-within its budget of tokens, is a rule of the recorder, in `PrefillPlayer.batch`.
+The queues and the cache are those of the package (`SglangPrefill`, `SglangDecode`). This program models what the
+recording made up: the operations give the ends of handshakes and transfers, and the recorder's rule in
+`PrefillPlayer.batch` chooses the prompts of a batch of P within its token budget.
 """
 
 import sys
@@ -25,10 +25,10 @@ play_hybrid = players.player("engines/sglang/play_hybrid.py")
 
 
 class PairPlayer(play_hybrid.Player):
-    """What the players of both engines have in common."""
+    """The common base of both players."""
 
     def row_of(self, event):
-        """An event as README_prefill_decode.md has it: a Stored with its first token."""
+        """Return an event in the form of README_prefill_decode.md: a Stored has its first token."""
         row = super().row_of(event)
         return [*row, event.token_ids[0][0]] if row[0] == "S" else row
 
@@ -82,10 +82,10 @@ class PrefillPlayer(PairPlayer):
         return without_empty(batch=pieces, sent=sent) | self.said() | {"status": self.status()}
 
     def batch(self):
-        """The recorder's rule: in order, while tokens and rows are left, and as far as the pool has room.
+        """Choose a batch by the recorder's rule: in order, while tokens, rows and pool blocks are left.
 
-        A prompt between chunks for which there was no room once is not tried again, nor is anything behind it (program
-        1075).
+        A prompt between chunks that once found no room is not tried again, and neither is any prompt behind it
+        (program 1075).
         """
         side, manager, size = self.side, self.manager, self.size
         batch, left, rows, pages = [], self.budget, side.free_rows, 0
@@ -190,17 +190,17 @@ class DecodePlayer(PairPlayer):
 
 
 def without_empty(**fields):
-    """The fields that are there: the recordings leave empty ones out."""
+    """Return the fields that are not empty, as in the recordings."""
     return {name: value for name, value in fields.items() if value}
 
 
 def player_of(program):
-    """The class that plays a program: those of P have a budget of tokens."""
+    """Return the player class of a program; programs of P have a token budget."""
     return PrefillPlayer if "budget" in program else DecodePlayer
 
 
 def play(program):
-    """Play one program; returns what differs, a string a field of a step, up to the first step that differs."""
+    """Play one program up to its first step that differs; return one string per field that differs."""
     for number, wrong in player_of(program).differences(program):
         return [
             f"step {number} {program['steps'][number]['op'][0]}: {name}: {was} != {ours}" for name, was, ours in wrong
@@ -209,7 +209,7 @@ def play(program):
 
 
 def played(programs):
-    """Each program's name, and what differs in it, or None."""
+    """Yield each program's name with its differences, or None."""
     for program in programs:
         yield program["seed"], "; ".join(play(program)) or None
 

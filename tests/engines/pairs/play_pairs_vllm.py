@@ -1,9 +1,8 @@
-"""Plays recorded pairs of vLLM's engines: legs, leases, loads, names, frees and what waits behind what are the
-package's.
+"""Play recorded pairs of vLLM's engines: legs, leases, loads, names, frees and waiting orders are those of the package.
 
-A plain model here are what the recordings made up or what is vLLM's scheduler alone: when bytes arrive and whether (a
-link with a fate a leg), handshakes, sampled tokens, two batches in flight, and which tokens of running requests a step
-has room for.
+This program models what the recordings made up and what belongs to vLLM's scheduler: whether and when bytes arrive (a
+link with a fate per leg), handshakes, sampled tokens, two batches in flight, and the tokens of running requests for
+which a step has room.
 """
 
 import json
@@ -51,7 +50,7 @@ class Request(Leg):
     def __init__(self, leg, output, eos):
         super().__init__(*leg)
         self.output, self.eos = output, eos
-        self.generated = self.unknown = 0  # unknown: sampled, and not processed
+        self.generated = self.unknown = 0  # unknown: sampled but not processed
 
 
 class Batch:
@@ -62,7 +61,7 @@ class Batch:
 
 
 class Engine:
-    """One engine: a model of vLLM's scheduler over the package's side of a pair."""
+    """A model of vLLM's scheduler over the package's side of a pair."""
 
     def __init__(self, name, config, pair, kind):
         self.name, self.config, self.pair = name, config, pair
@@ -151,7 +150,7 @@ class Engine:
         return bool(self.side.legs or self.side.over)
 
     def step(self):
-        """One turn of the engine's loop; returns its record."""
+        """Run one turn of the engine's loop and return its record."""
         record = {"lookups": []}
         if not self.is_async:
             self.schedule(record)
@@ -218,7 +217,7 @@ class Engine:
             request.state.num_in_flight_tokens = request.in_flight + tokens
 
     def run_running(self):
-        """Schedule what runs; returns what was preempted."""
+        """Schedule running requests; return the preempted ones."""
         preempted, place = [], 0
         while place < len(self.running) and self.budget:
             request = self.running[place]
@@ -298,13 +297,13 @@ class NixlPair:
 
     def __init__(self, configs, kind):
         self.now, self.fates = 100.0, {}
-        self.order = []  # what is a set's in the original, as it was recorded
+        self.order = []  # sets of the original, in the recorded order
         self.engines = {name: Engine(name, config, self, kind) for name, config in configs.items()}
         self.reading = []  # [when, engine that reads, transfer, whether it arrives]
         self.unread = []  # [when, engine to tell, request there]
 
     def worker(self, engine, record):
-        """What the worker does in a step of its engine; returns what it reports."""
+        """Execute the worker's part of an engine step; return its report."""
         connector = engine.connector
         plan = connector.plan(self.now)
         begun = connector.begin(plan, self.now)
@@ -338,7 +337,7 @@ class NixlPair:
         return report
 
     def arrive(self, engine):
-        """Let arrive what an engine sees by now."""
+        """Deliver everything that an engine sees by now."""
         for each in [each for each in self.reading if each[1] is engine and each[0] <= self.now]:
             self.reading.remove(each)
             engine.connector.transfer_ended(each[2], ok=each[3])
@@ -348,7 +347,7 @@ class NixlPair:
 
 
 class MooncakePair(NixlPair):
-    """Both engines, and what the loops of their workers do in each step of either."""
+    """Both engines, and the loops of their workers, which run in each step of either engine."""
 
     def __init__(self, configs, kind):
         super().__init__(configs, kind)
@@ -414,12 +413,12 @@ class MooncakePair(NixlPair):
 
 
 def shown(event):
-    """A recorded event with its tokens one by one."""
+    """Return a recorded event with its tokens as single items."""
     return [*event[:4], unrolled(event[4]), event[5]] if event[0] == "S" else event
 
 
 def canonical(record):
-    """A record without what is empty, and what has no order of its own sorted."""
+    """Return a record without empty fields and with unordered fields sorted."""
     out = {name: value for name, value in record.items() if value not in ([], {}, None)}
     for name in UNORDERED:
         if name in out:
@@ -431,7 +430,7 @@ def canonical(record):
 
 
 def play(program):
-    """The differences of one program, as text; the first one ends it."""
+    """Return the differences of one program as text; it ends at the first one."""
     kind = program["kind"]
     pair = (MooncakePair if kind.startswith("mooncake") else NixlPair)(program["config"], kind)
     for number, (op, name, *args) in enumerate(each for each in program["log"] if each != ["stuck"]):
@@ -471,6 +470,6 @@ def play(program):
 
 
 def played(programs):
-    """Each program's name, and what differs in it, or None."""
+    """Yield each program's name with its differences, or None."""
     for program in programs:
         yield name_of(program), "; ".join(play(program)) or None

@@ -1,4 +1,4 @@
-"""P/D pairs by hand: what is kept, loading, named and freed, as a test drives both engines."""
+"""P/D pairs driven directly: blocks that are kept, loading, named and freed."""
 
 import pytest
 from pair_makers import WAYS, pair_of, stored, worker_of
@@ -11,7 +11,7 @@ TEN = list(range(10))
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_is_handed_over(way):
+def test_a_prompt_is_handed_over_from_the_prefill_to_the_decode_engine(way):
     p, d, of_p, of_d = pair_of(way)
     served = p.serve(TEN, hand_over=True)
     assert [(each.phase, each.num_blocks) for each in p.leased] == [("kept", 3)]
@@ -28,7 +28,7 @@ def test_a_prompt_is_handed_over(way):
     assert (p.manager.num_active_blocks, d.manager.num_active_blocks) == (0, 0)
 
 
-def test_received_blocks_are_named_when_the_request_is_taken_up():
+def test_received_blocks_are_published_when_the_request_is_taken_up():
     p, d, _, of_d = pair_of()
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
     request.end_transfer(take_up=False)
@@ -42,14 +42,14 @@ def test_received_blocks_are_named_when_the_request_is_taken_up():
 
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("phase", ["loading", "received", "running"])
-def test_a_client_that_leaves_gets_nothing_published_before_it_runs(way, phase):
+def test_a_request_that_ends_before_it_runs_publishes_nothing(way, phase):
     p, d, _, of_d = pair_of(way)
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
     if phase != "loading":
         request.end_transfer(take_up=phase == "running")
     request.finish()
     assert bool(of_d.events) == (phase == "running")
-    held = 3 if phase == "loading" else 0  # what is being read into stays taken
+    held = 3 if phase == "loading" else 0  # blocks that are being read into stay allocated
     assert d.manager.num_active_blocks == held
     if phase == "loading":
         request.end_transfer()
@@ -58,7 +58,7 @@ def test_a_client_that_leaves_gets_nothing_published_before_it_runs(way, phase):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_failed_transfer_fails_the_request_and_leaves_the_lease(way):
+def test_a_failed_transfer_fails_the_request_and_keeps_the_lease(way):
     p, d, _, of_d = pair_of(way)
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
     request.fail_transfer()
@@ -68,7 +68,7 @@ def test_a_failed_transfer_fails_the_request_and_leaves_the_lease(way):
     assert p.leased == ()
 
 
-def test_a_failed_transfer_is_computed_by_the_other_policy():
+def test_the_recompute_policy_computes_the_prompt_after_a_failed_transfer():
     p, d, _, of_d = pair_of(kv_load_failure_policy="recompute")
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
     request.fail_transfer()
@@ -76,7 +76,7 @@ def test_a_failed_transfer_is_computed_by_the_other_policy():
     assert len(stored(of_d)) == 1
 
 
-def test_a_lease_ends_by_time_and_a_heartbeat_renews_it():
+def test_heartbeats_renew_a_lease_that_expires_otherwise():
     p, d, _, _ = pair_of()
     served = p.serve(TEN, hand_over=True)
     d.load(TEN, served.hand_over)
@@ -88,7 +88,7 @@ def test_a_lease_ends_by_time_and_a_heartbeat_renews_it():
     assert p.leased == ()
 
 
-def test_a_read_after_the_lease_succeeds_and_is_marked_as_stale():
+def test_a_read_after_the_end_of_the_lease_succeeds_and_is_marked_as_stale():
     p, d, _, of_d = pair_of()
     hand_over = p.serve(TEN, hand_over=True).hand_over
     p.tick(31_000)
@@ -98,7 +98,7 @@ def test_a_read_after_the_lease_succeeds_and_is_marked_as_stale():
     assert len(stored(of_d)) == 1
 
 
-def test_dropped_parameters_make_the_decode_engine_compute_everything():
+def test_without_transfer_parameters_the_decode_engine_computes_the_whole_prompt():
     p, d, _, of_d = pair_of()
     p.serve(TEN, hand_over=True)
     request = d.load(TEN, None)
@@ -106,7 +106,7 @@ def test_dropped_parameters_make_the_decode_engine_compute_everything():
     assert len(p.leased) == 1
 
 
-def test_without_a_field_the_request_waits_forever():
+def test_a_request_waits_forever_if_its_parameters_lack_a_field():
     p, d, _, _ = pair_of()
     hand_over = p.serve(TEN, hand_over=True).hand_over
     request = d.load(TEN, hand_over.without("remote_port"))
@@ -117,7 +117,7 @@ def test_without_a_field_the_request_waits_forever():
     assert d.manager.num_active_blocks == 3
 
 
-def test_parameters_that_end_the_original_engine_end_ours():
+def test_parameters_that_crash_the_original_engine_crash_ours():
     p, d, _, _ = pair_of()
     hand_over = p.serve(TEN, hand_over=True).hand_over
     with pytest.raises(EngineDied, match=r"AssertionError in pull_scheduler\.py: update_state_after_alloc"):
@@ -129,7 +129,7 @@ def test_parameters_that_end_the_original_engine_end_ours():
         d.load(list(range(20)), hand_over)
 
 
-def test_with_mooncake_both_legs_may_be_sent_at_once():
+def test_with_mooncake_both_legs_can_be_sent_at_the_same_time():
     p, d, _, of_d = pair_of("vllm-mooncake")
     hand_over = p.pair.new_hand_over()
     request = d.load(TEN, hand_over)
@@ -150,7 +150,7 @@ def test_with_mooncake_a_prefill_that_never_comes_fails_after_the_timeout():
     assert d.manager.num_active_blocks == 0
 
 
-def test_two_turns_read_back_what_the_decode_engine_kept():
+def test_a_second_turn_reads_back_the_blocks_that_the_decode_engine_kept():
     options = {"kv_recompute_threshold": 4, "decoder_kv_blocks_ttl": 60}
     p, _ = worker_of("both", 0, **options)
     d, _ = worker_of("both", 1, **options)
@@ -172,7 +172,7 @@ def test_two_turns_read_back_what_the_decode_engine_kept():
         p.serve(TEN, hand_over=back)
 
 
-def test_a_prompt_that_does_not_fit_changes_nothing():
+def test_a_handed_over_prompt_that_does_not_fit_changes_nothing():
     p, d, _, of_d = pair_of(d={"num_blocks": 2})
     hand_over = p.serve(TEN, hand_over=True).hand_over
     with pytest.raises(OutOfBlocks):
@@ -180,7 +180,7 @@ def test_a_prompt_that_does_not_fit_changes_nothing():
     assert (d.leased, d.manager.num_active_blocks, of_d.events) == ((), 0, [])
 
 
-def test_block_sizes_may_differ_by_role():
+def test_block_sizes_can_differ_by_role():
     p, d, of_p, of_d = pair_of(d={"block_size": 8})
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
     request.end_transfer()
@@ -188,7 +188,7 @@ def test_block_sizes_may_differ_by_role():
     assert [len(each) for each in stored(of_d)] == [1]
 
 
-def test_a_leg_at_the_other_kind_of_engine_is_refused():
+def test_a_leg_for_an_engine_of_the_other_role_is_refused():
     p, d, _, _ = pair_of()
     hand_over = p.serve(TEN, hand_over=True).hand_over
     with pytest.raises(ValueError, match="a decode leg is for worker_type 'decode' or 'both'"):
@@ -198,13 +198,13 @@ def test_a_leg_at_the_other_kind_of_engine_is_refused():
 
 
 @pytest.mark.parametrize("field", ["transfer_id", "bootstrap_room"])
-def test_parameters_of_another_kind_of_engine_are_refused(field):
+def test_transfer_parameters_of_another_engine_type_are_refused(field):
     _, d, _, _ = pair_of()
     with pytest.raises(ValueError, match=f"another kind of engine \\({field}\\) at an engine of hand_over='vllm'"):
         d.load(TEN, {"do_remote_prefill": True, field: "x"})
 
 
-def test_a_worker_without_a_role_names_what_is_missing():
+def test_invalid_roles_and_options_of_a_pair_are_refused():
     with pytest.raises(ValueError, match="worker_type of a pair must be 'prefill', 'decode', 'both', got 'aggregated'"):
         PairRole("aggregated")
     with pytest.raises(ValueError, match="hand_over of a pair must be 'vllm' or 'vllm-mooncake', got 'nixl'"):
@@ -222,12 +222,12 @@ def test_a_worker_without_a_role_names_what_is_missing():
         ("vllm_qwen3_next", "over groups of kind 'mamba' was not recorded"),
     ],
 )
-def test_pairs_that_were_not_recorded_are_refused(backend, why):
+def test_a_pair_over_a_backend_without_recordings_is_refused(backend, why):
     with pytest.raises(ValueError, match=why):
         worker_of("prefill", 0, backend=backend, num_blocks=64, block_size=32)
 
 
-def test_a_load_is_a_step_with_which_the_cleared_of_a_reset_leaves_and_a_paused_engine_takes_none():
+def test_a_load_publishes_the_cleared_of_a_reset_and_is_refused_by_a_paused_engine():
     p, d, _, of_d = pair_of()
     d.serve(TEN)
     assert d.reset()
@@ -241,7 +241,7 @@ def test_a_load_is_a_step_with_which_the_cleared_of_a_reset_leaves_and_a_paused_
 
 
 @pytest.mark.parametrize("length", [8, 9, 10, 12])
-def test_a_load_into_an_engine_with_a_draft_model_takes_no_slots_for_drafts(length):
+def test_a_load_into_an_engine_with_a_draft_model_allocates_no_draft_slots(length):
     p, d, of_p, of_d = pair_of(backend="vllm_mtp")
     prompt = list(range(length))
     request = d.load(prompt, p.serve(prompt, hand_over=True).hand_over)

@@ -1,4 +1,4 @@
-"""P/D pairs of vLLM in virtual time: what holds of any traffic, link and faults, and what each fault does."""
+"""P/D pairs of vLLM in virtual time: properties under any traffic, link and faults, and the effect of each fault."""
 
 from random import Random
 
@@ -12,7 +12,7 @@ from pytest_kvmock.fleets import replay, synthetic_trace
 from pytest_kvmock.fleets.clock.pair_handoff import FAULTS, PairLink
 
 MOONCAKE_WAIT_MS = 480_000
-"""`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: how long a decode engine waits for an offer."""
+"""`VLLM_MOONCAKE_ABORT_REQUEST_TIMEOUT`: the time for which a decode engine waits for an offer."""
 
 
 def trace_of(requests, seed=0, **options):
@@ -27,7 +27,7 @@ def trace_of(requests, seed=0, **options):
 
 
 def run(requests=20, *, seed=0, way="vllm", link=None, count=2, **fields):
-    """A replay of two prefill and two decode engines; the report, the engines and what they published."""
+    """Replay requests on two prefill and two decode engines; return the report, the engines and their events."""
     prefill, of_p = engines_of("prefill", count, way=way, seed=seed, **fields)
     decode, of_d = engines_of("decode", count, way=way, seed=seed, **fields)
     report = replay(trace_of(requests, seed), decode, prefill, link=link)
@@ -35,11 +35,11 @@ def run(requests=20, *, seed=0, way="vllm", link=None, count=2, **fields):
 
 
 class Watch:
-    """What must hold at the end of each pass of a decode engine, and when it asked for each transfer."""
+    """Checks the end of each pass of a decode engine, and records when it requested each transfer."""
 
     def __init__(self, engines):
         self.loading = 0
-        self.asked_ms = {}  # by the state of a request
+        self.asked_ms = {}  # by request state
         for engine in engines:
             engine.on_pass(lambda done, engine=engine: self.look(engine, done.end_ms))
 
@@ -48,7 +48,7 @@ class Watch:
         driver, manager = worker.pair.driver, worker.manager
         for leg in worker.pair.side.legs.values():
             if leg.status in ("loading", "kept"):
-                # 1.11 and 1.18: what is read into has no name, is held, and covers the whole prompt.
+                # 1.11 and 1.18: blocks that are read into have no name, are held, and cover the whole prompt.
                 self.loading += 1
                 self.asked_ms.setdefault(leg.state, now_ms)
                 (blocks,) = driver.tables(leg.state)
@@ -68,11 +68,11 @@ class Watch:
 @example(  # failed transfers fill the prefill engine with leases: it offers two prompts too late
     seed=26, sizes=(26, 1), ms_per_token=0, way="vllm-mooncake", fails="fail"
 )
-@example(  # a prompt of one token is taken up while loads hold all blocks: it needs none
+@example(  # a prompt of one token is taken up while loads hold all blocks, because it needs none
     seed=1, sizes=(26, 1), ms_per_token=0.1, way="vllm", fails=None
 )
 @settings(max_examples=12, deadline=None)
-def test_rules_of_kept_loaded_and_named_blocks_hold_in_any_traffic(seed, sizes, ms_per_token, way, fails):
+def test_the_rules_of_kept_loaded_and_named_blocks_hold_under_any_traffic(seed, sizes, ms_per_token, way, fails):
     places = dict.fromkeys(range(0, 20, 3), "fails") if fails else {}
     fields = {"way": way, "num_gpu_blocks": sizes[0], "max_num_seqs": sizes[1]}
     prefill, of_p = engines_of("prefill", 1, **fields)
@@ -80,8 +80,8 @@ def test_rules_of_kept_loaded_and_named_blocks_hold_in_any_traffic(seed, sizes, 
     watch = Watch(decode)
     trace = trace_of(20, seed)
     report = replay(trace, decode, prefill, link=PairLink(lambda tokens: ms_per_token * tokens, places))
-    # 1.31 and 1.33: a load fails as its transfer does, or as its prompt is not offered in time. A transfer that failed
-    # keeps its blocks at the prefill engine, so that prompts may wait there for longer than a decode engine does.
+    # 1.31 and 1.33: a load fails if its transfer fails, or if its prompt is not offered in time. A failed transfer
+    # keeps its blocks at the prefill engine, so prompts may wait there longer than a decode engine does.
     late = set()
     status_of = {}
     for turn, request in zip(report.run.facts.turns, report.requests, strict=True):
@@ -93,11 +93,11 @@ def test_rules_of_kept_loaded_and_named_blocks_hold_in_any_traffic(seed, sizes, 
     assert not late or way == "vllm-mooncake"
     failed = set() if fails == "recompute" else late | set(places)
     assert status_of == {place: "failed" if place in failed else "finished" for place in range(len(trace))}
-    # 1.5: all leases end, by a notification or by time; then nothing is held anywhere.
+    # 1.5: every lease ends by notification or by time; then no block is held anywhere.
     for engine in (*prefill, *decode):
         assert engine.worker.leased == ()
         assert engine.worker.manager.num_active_blocks == 0
-    # 1.12: each Stored of a decode engine names blocks that its prompts have, and parents that it stored before.
+    # 1.12: each Stored of a decode engine names blocks of its prompts, and parents that it stored before.
     for sink in of_d:
         known = set()
         for each in sink.events:
@@ -117,7 +117,7 @@ def test_the_link_delays_the_first_token_of_the_decode_engine(way):
     )
 
 
-def test_the_link_is_by_bytes_and_bandwidth_where_the_engines_have_them():
+def test_the_delay_of_the_link_follows_from_kv_bytes_and_bandwidth_of_the_engines():
     fields = {"kv_bytes_per_token": 1_000_000, "kv_transfer_bandwidth": 0.1}
     quick, _, _, _, _ = run(6)
     slow, _, _, _, _ = run(6, **fields)
@@ -125,7 +125,7 @@ def test_the_link_is_by_bytes_and_bandwidth_where_the_engines_have_them():
 
 
 @pytest.mark.parametrize("fault", ["fails", "handshake"])
-def test_a_transfer_that_fails_ends_its_request_and_leaves_the_lease_to_time(fault):
+def test_a_failed_transfer_fails_its_request_and_the_lease_expires(fault):
     report, prefill, _, _, of_d = run(4, link=PairLink(faults={1: fault}))
     statuses = sorted(request.status for request in report.requests)
     assert statuses == ["failed", "finished", "finished", "finished"]
@@ -134,24 +134,24 @@ def test_a_transfer_that_fails_ends_its_request_and_leaves_the_lease_to_time(fau
     assert any(map(stored, of_d))
 
 
-def test_a_late_transfer_is_kept_alive_by_heartbeats():
+def test_heartbeats_keep_the_lease_of_a_late_transfer_alive():
     report, _, decode, _, _ = run(4, link=PairLink(faults={0: "late"}, late_ms=90_000))
     assert all(request.status == "finished" for request in report.requests)
     assert [engine.worker.pair.stale_reads for engine in decode] == [[], []]
 
 
-def test_a_decode_leg_after_the_lease_reads_blocks_that_are_no_longer_kept():
+def test_a_decode_leg_after_the_end_of_the_lease_is_a_stale_read():
     report, _, decode, _, _ = run(4, link=PairLink(faults={0: "stale"}))
     assert all(request.status == "finished" for request in report.requests)
     assert sum(len(engine.worker.pair.stale_reads) for engine in decode) == 1
 
 
-def test_parameters_that_are_used_again_free_the_blocks_under_the_second_reader():
+def test_parameters_that_are_used_twice_cause_at_most_one_stale_read():
     _, _, decode, _, _ = run(4, link=PairLink(lambda tokens: tokens, faults={0: "used again"}))
     assert sum(len(engine.worker.pair.stale_reads) for engine in decode) <= 1
 
 
-def test_a_transfer_whose_bytes_never_come_leaves_its_request_waiting():
+def test_a_request_waits_until_the_run_stops_if_its_transfer_never_arrives():
     prefill, _ = engines_of("prefill", 1)
     decode, _ = engines_of("decode", 1)
     report = replay(trace_of(4), decode, prefill, link=PairLink(faults={0: "never"}), stop_ms=100_000)
@@ -200,11 +200,11 @@ def test_invalid_arguments_of_a_pair_are_refused(fields, why):
         MockEngineArgs(**fields)
 
 
-def test_faults_are_all_tried():
+def test_the_known_link_faults_are_those_that_are_tested():
     assert set(FAULTS) == {"fails", "late", "handshake", "never", "stale", "used again"}
 
 
-def test_a_decode_engine_of_a_pair_publishes_and_one_of_dynamo_does_not():
+def test_a_decode_engine_of_a_pair_publishes_blocks_of_its_prefill_engine():
     _, _, _, of_p, of_d = run(6, seed=Random(1).randrange(9))
     assert {name for sink in of_d for each in stored(sink) for name in each} & {
         name for sink in of_p for each in stored(sink) for name in each

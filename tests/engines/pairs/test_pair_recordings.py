@@ -1,7 +1,7 @@
-"""P/D pairs next to the real schedulers and connectors of vLLM 0.33.0, step by step.
+"""P/D pairs compared step by step with the real schedulers and connectors of vLLM 0.33.0.
 
-The data is a part of the recordings that `play_pairs.py` plays whole: all scenarios, and of each kind of random pairs
-some programs.
+The data is a part of the recordings that `play_pairs.py` plays: all scenarios, and some programs of each kind of
+random pairs.
 """
 
 import pytest
@@ -24,13 +24,13 @@ def steps_of(programs):
 @pytest.mark.parametrize(
     "kind", ["scenarios", "pull", "async", "both", "hybrid", "tight", "mooncake_scenarios", "mooncake"]
 )
-def test_every_step_of_a_pair_is_the_recorded_one(programs, kind):
+def test_every_step_of_a_pair_equals_the_recorded_step(programs, kind):
     found = {name: play(program) for name, program in programs.items() if name.split()[0] == kind}
     assert found
     assert found == {name: [] for name in found}
 
 
-def test_the_recordings_have_what_can_go_wrong(programs):
+def test_the_recordings_contain_every_kind_of_step_fate_and_finish(programs):
     logs = [entry for program in programs.values() for entry in program["log"]]
     assert {entry[0] for entry in logs} >= {"add", "reject", "abort", "reset", "died", "step"}
     fates = {entry[6][0] for entry in logs if entry[0] == "add" and len(entry) > 6 and entry[6]}
@@ -47,7 +47,7 @@ def test_the_recordings_have_what_can_go_wrong(programs):
     "name",
     ["lookups", "scheduled", "beats", "reads", "leased", "sent", "received", "answers", "events", "tables", "status"],
 )
-def test_a_difference_of_a_pair_is_found(programs, name):
+def test_the_player_finds_a_difference_in_any_field_of_a_step(programs, name):
     program = programs["scenarios prefix_on_d"]
     number = next(i for i, entry in enumerate(program["log"]) if entry[0] == "step" and entry[3].get(name))
     log = program["log"].copy()
@@ -57,7 +57,7 @@ def test_a_difference_of_a_pair_is_found(programs, name):
     assert f"\n    {name}: recorded None" in found
 
 
-def test_another_final_state_of_a_pair_is_found(programs):
+def test_the_player_finds_a_different_final_state(programs):
     program = {**programs["scenarios plain"], "final": {"P": [], "D": []}}
     (found,) = play(program)
     assert found.startswith("final: ")

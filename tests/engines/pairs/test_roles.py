@@ -1,4 +1,4 @@
-"""The `roles` of a test: workers of P/D pairs with sizes of their own, and the warning about what they still hold."""
+"""The `roles` of a test: workers of P/D pairs with their own sizes, and the warning about blocks still in use."""
 
 import pytest
 from depth import each_parameter
@@ -16,7 +16,7 @@ def harness_of(**roles):
     return RouterHarness(SMALL, "vllm", roles=roles)
 
 
-def test_a_harness_makes_the_workers_of_its_roles():
+def test_a_harness_creates_the_workers_of_its_roles():
     with harness_of(prefill=1, decode={"workers": 2, "num_blocks": 8}) as harness:
         assert [worker.worker_id for worker in harness.role("prefill")] == [0]
         assert [worker.worker_id for worker in harness.role("decode")] == [1, 2]
@@ -24,7 +24,7 @@ def test_a_harness_makes_the_workers_of_its_roles():
         assert len(harness.workers) == 3
 
 
-def test_a_pair_of_a_harness_is_judged_as_any_worker():
+def test_the_events_of_a_vllm_pair_pass_all_checks_of_the_harness():
     with harness_of(prefill=1, decode=1) as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
         request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
@@ -35,7 +35,7 @@ def test_a_pair_of_a_harness_is_judged_as_any_worker():
     assert harness.events.problems == []
 
 
-def test_roles_may_have_blocks_of_other_sizes_and_publish_nothing():
+def test_roles_can_have_different_block_sizes_and_publish_no_events():
     roles = {"prefill": {"block_size": 8}, "decode": {"publishes": False, "kv_load_failure_policy": "recompute"}}
     with harness_of(**roles) as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
@@ -46,7 +46,7 @@ def test_roles_may_have_blocks_of_other_sizes_and_publish_nothing():
     assert harness.events.problems == []
 
 
-def test_what_is_held_at_the_end_of_a_test_is_a_warning_with_request_and_phase():
+def test_blocks_held_at_the_end_of_a_test_are_warned_about_with_request_and_phase():
     with harness_of(prefill=1, decode=1) as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
         d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
@@ -60,7 +60,7 @@ def test_what_is_held_at_the_end_of_a_test_is_a_warning_with_request_and_phase()
 
 
 @pytest.mark.parametrize("gives_up", [True, False])
-def test_a_decode_engine_whose_load_is_never_reported_holds_its_blocks_forever(monkeypatch, gives_up):
+def test_a_decode_engine_that_never_gives_up_a_load_holds_its_blocks_forever(monkeypatch, gives_up):
     # vllm 46283: a request is aborted while it waits for a prefill engine that never sends.
     if not gives_up:
         monkeypatch.setattr(PairPort, "_give_up_late", lambda self: None)
@@ -74,7 +74,7 @@ def test_a_decode_engine_whose_load_is_never_reported_holds_its_blocks_forever(m
 
 
 def frees_at_once(monkeypatch):
-    """vllm, sglang 24527: blocks of a leg that is called off are free at once, though they are being written."""
+    """vllm, sglang 24527: blocks of an aborted leg are freed at once, although they are being written."""
     end, abort = VllmSide.end, SglangDecode.abort
 
     def end_and_free(side, leg, finish, *args, **options):
@@ -99,7 +99,7 @@ def overwritten_of(harness):
 @pytest.mark.parametrize("waits", [True, False])
 @pytest.mark.parametrize("way", ["vllm", "vllm-mooncake", "sglang"])
 @each_parameter
-def test_blocks_that_are_free_while_they_are_written_are_an_error(monkeypatch, way, waits):
+def test_blocks_that_are_freed_while_a_transfer_writes_them_are_an_error(monkeypatch, way, waits):
     if not waits:
         frees_at_once(monkeypatch)
     backend = "sglang" if way == "sglang" else "vllm"
@@ -107,7 +107,7 @@ def test_blocks_that_are_free_while_they_are_written_are_an_error(monkeypatch, w
     harness = RouterHarness(SMALL, backend, roles=roles)
     (p,), (d,) = harness.role("prefill"), harness.role("decode")
     request = d.load(TEN, p.serve(TEN, hand_over=True).hand_over)
-    request.finish()  # its transfer is under way
+    request.finish()  # its transfer is active
     harness.judge()
     found = overwritten_of(harness)
     assert found == ([] if waits else [(1, f"blocks of 1 leg were free while they were written: {request.name}")])
@@ -131,12 +131,12 @@ def test_invalid_roles_are_refused(roles, why):
         RouterHarness(SMALL, "vllm", roles=roles)
 
 
-def test_a_role_that_a_harness_has_not_is_refused():
+def test_an_unknown_role_of_a_harness_is_refused():
     with RouterHarness(SMALL, "vllm") as harness, pytest.raises(ValueError, match="role: this harness has no roles"):
         harness.role("prefill")
 
 
-def test_the_marker_makes_roles(pytester):
+def test_the_kvmock_marker_sets_roles(pytester):
     pytester.makepyfile(
         """
         import pytest
@@ -153,7 +153,7 @@ def test_the_marker_makes_roles(pytester):
     pytester.runpytest_inprocess().assert_outcomes(passed=1)
 
 
-def test_a_wrong_role_is_a_collection_error_of_one_line(pytester):
+def test_an_invalid_role_is_a_one_line_collection_error(pytester):
     pytester.makepyfile(
         """
         import pytest
@@ -168,7 +168,7 @@ def test_a_wrong_role_is_a_collection_error_of_one_line(pytester):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_that_restarts_by_hand_stays_a_rank_of_its_worker(rank):
+def test_a_rank_that_is_restarted_keeps_its_engine_id_port_and_peers(rank):
     with RouterHarness(SMALL, "vllm", roles={"prefill": {"dp_size": 2}, "decode": 1}) as harness:
         ranks = harness.role("prefill")
         before = [(each.pair.engine_id, each.pair.connector.address["remote_port"]) for each in ranks]
@@ -178,7 +178,7 @@ def test_a_rank_that_restarts_by_hand_stays_a_rank_of_its_worker(rank):
 
 
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_of_sglang_that_restarts_by_hand_shares_the_rooms_of_its_worker(rank):
+def test_a_restarted_sglang_rank_still_shares_the_rooms_of_its_worker(rank):
     pair = {"hand_over": "sglang", "num_reserved_decode_tokens": 4}
     roles = {"prefill": {**pair, "dp_size": 2}, "decode": pair}
     with RouterHarness(SMALL, "sglang", roles=roles) as harness:

@@ -1,6 +1,4 @@
-"""SGLang's P/D pairs by hand: workers of a role, hand-overs that a test changes, drops or keeps, and ends of
-transfers.
-"""
+"""SGLang's P/D pairs driven directly: workers of a role, changed, dropped or kept hand-overs, and ends of transfers."""
 
 from random import Random
 
@@ -15,7 +13,7 @@ PROMPT = tuple(range(10))
 
 
 class Engine:
-    """A worker of a role over few pages, and what it published."""
+    """A worker of a role over few pages, with its events."""
 
     def __init__(self, kind, pages=16, block_size=4, backend="sglang", number=0, **options):
         self.sink = CapturingSink()
@@ -57,13 +55,13 @@ def phases(engine):
     return [(lease.phase, lease.num_blocks) for lease in engine.leased]
 
 
-def test_a_hand_over_has_the_fields_that_a_router_sends_to_both_legs(p):
+def test_a_hand_over_contains_the_bootstrap_fields_that_a_router_sends_to_both_legs(p):
     first, second = (p.serve(PROMPT, hand_over=True).hand_over for _ in range(2))
     assert {**first} == {"bootstrap_host": "10.0.0.1", "bootstrap_port": 8998, "bootstrap_room": 0}
     assert first["bootstrap_room"] != second["bootstrap_room"]
 
 
-def test_the_prefill_engine_computes_when_the_other_has_pages_and_publishes_before_the_transfer_ends(p, d):
+def test_the_prefill_engine_computes_once_pages_are_reserved_and_publishes_before_the_transfer_ends(p, d):
     served = p.serve(PROMPT, hand_over=True)
     assert p.published == [Cleared]
     request = d.load(PROMPT, served.hand_over)
@@ -73,7 +71,7 @@ def test_the_prefill_engine_computes_when_the_other_has_pages_and_publishes_befo
     assert d.published == [Cleared]
 
 
-def test_the_end_of_a_transfer_frees_one_side_and_publishes_on_the_other(p, d):
+def test_the_end_of_a_transfer_frees_the_prefill_blocks_and_publishes_the_decode_blocks(p, d):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over)
     request.end_transfer()
     assert request.status == "running"
@@ -85,7 +83,7 @@ def test_the_end_of_a_transfer_frees_one_side_and_publishes_on_the_other(p, d):
     assert len(d.stored) == 2
 
 
-def test_the_decode_leg_may_come_first(p, d):
+def test_the_decode_leg_can_come_first(p, d):
     hand_over = p.pair.new_hand_over()
     request = d.load(PROMPT, hand_over)
     assert p.published == [Cleared]
@@ -95,7 +93,7 @@ def test_the_decode_leg_may_come_first(p, d):
     assert request.status == "running"
 
 
-def test_a_decode_engine_as_it_starts_publishes_nothing_at_all(p):
+def test_a_decode_engine_without_a_radix_cache_publishes_no_event(p):
     d = Engine("decode", number=1, num_reserved_decode_tokens=4)
     for _ in range(2):
         with d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over) as request:
@@ -107,14 +105,14 @@ def test_a_decode_engine_as_it_starts_publishes_nothing_at_all(p):
     assert d.pair.role.names_received == "never"
 
 
-def test_pages_that_the_decode_engine_has_are_not_sent(p, d):
+def test_pages_cached_by_the_decode_engine_are_not_sent(p, d):
     for cached in (0, 8):
         with d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over) as request:
             request.end_transfer()
             assert request.cached_tokens == cached
 
 
-def test_a_failed_transfer_leaves_the_prompt_cached_at_the_prefill_engine_alone(p, d):
+def test_a_failed_transfer_leaves_the_prompt_cached_only_at_the_prefill_engine(p, d):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over)
     request.fail_transfer()
     assert request.status == "failed"
@@ -125,7 +123,7 @@ def test_a_failed_transfer_leaves_the_prompt_cached_at_the_prefill_engine_alone(
         request.end_transfer()
 
 
-def test_a_request_that_is_finished_while_it_loads_keeps_its_pages_while_they_may_be_written(p, d):
+def test_a_request_that_ends_while_it_loads_keeps_its_pages_for_30_seconds(p, d):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over)
     request.finish()
     assert request.status == "aborted"
@@ -149,7 +147,7 @@ def test_a_prefill_leg_without_a_decode_leg_fails_after_its_timeout(p, d):
     assert request.status == "failed"
 
 
-def test_a_request_that_does_not_fit_waits_and_so_does_the_prefill_engine(p, d):
+def test_a_request_that_does_not_fit_the_decode_engine_holds_back_the_prefill_engine(p, d):
     first = d.load(range(100, 140), p.serve(range(100, 140), hand_over=True).hand_over)
     first.end_transfer()
     second = d.load(range(200, 230), p.serve(range(200, 230), hand_over=True).hand_over)
@@ -161,7 +159,7 @@ def test_a_request_that_does_not_fit_waits_and_so_does_the_prefill_engine(p, d):
     assert len(p.stored) == 3
 
 
-def test_a_preempted_request_comes_back_without_a_transfer(p, d):
+def test_a_preempted_request_resumes_without_a_transfer(p, d):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over)
     request.end_transfer()
     request.decode(2)
@@ -197,19 +195,19 @@ def test_prompts_are_computed_in_chunks_of_whole_pages():
         ({"bootstrap_room": 77}, "loading"),
     ],
 )
-def test_a_hand_over_that_a_router_changed_finds_no_server_or_waits_for_its_timeout(p, d, change, status):
+def test_a_changed_hand_over_fails_or_waits_for_its_timeout(p, d, change, status):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over.changed(**change))
     assert request.status == status
     assert p.published == [Cleared]
 
 
-def test_a_missing_bootstrap_port_defaults_to_the_engines_own(p, d):
+def test_a_missing_bootstrap_port_defaults_to_that_of_the_engine(p, d):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over.changed(bootstrap_port=None))
     request.end_transfer()
     assert request.status == "running"
 
 
-def test_a_room_that_is_used_twice_fails_the_second_leg(p, d):
+def test_a_second_decode_leg_in_the_same_room_fails(p, d):
     hand_over = p.serve(PROMPT, hand_over=True).hand_over
     first = d.load(PROMPT, hand_over)
     second = d.load(PROMPT, hand_over)
@@ -232,14 +230,14 @@ def test_a_room_that_is_used_twice_fails_the_second_leg(p, d):
         (lambda p, d: p.tick(-1), "time"),
     ],
 )
-def test_what_a_pair_does_not_take_is_refused_and_nothing_changes(p, d, call, message):
+def test_an_invalid_leg_is_refused_and_changes_nothing(p, d, call, message):
     with pytest.raises(ValueError, match=message):
         call(p, d)
     assert (p.requests, d.requests) == ([], [])
     assert (p.published, d.published) == ([Cleared], [Cleared])
 
 
-def test_a_prompt_that_can_never_have_pages_is_refused(p, d):
+def test_a_prompt_larger_than_the_pool_is_refused(p, d):
     with pytest.raises(OutOfBlocks, match="17 blocks are needed and 16 are available"):
         p.serve(range(65), hand_over=True)
     hand_over = p.serve(PROMPT, hand_over=True).hand_over
@@ -258,7 +256,7 @@ def test_a_prompt_that_can_never_have_pages_is_refused(p, d):
         ("sglang_qwen3_next", "a role over states was not recorded"),
     ],
 )
-def test_a_cache_of_which_no_pair_was_recorded_is_refused(backend, message):
+def test_a_pair_over_a_backend_without_recordings_is_refused(backend, message):
     with pytest.raises(ValueError, match=message):
         Engine("prefill", pages=64, block_size=BACKENDS[backend].default_block_size, backend=backend)
 
@@ -270,14 +268,14 @@ def test_an_invalid_role_is_refused():
         PairRole("prefill", "sglang")
 
 
-def test_each_side_may_have_its_own_draft_model(d):
+def test_each_side_can_have_its_own_draft_model(d):
     eagle = Engine("prefill", backend="sglang_eagle")
     request = d.load(PROMPT, eagle.serve(PROMPT, hand_over=True).hand_over)
     request.end_transfer()
     assert eagle.stored[0] != d.stored[0]
 
 
-def test_a_restart_forgets_the_legs(p, d):
+def test_a_restart_drops_all_legs(p, d):
     request = d.load(PROMPT, p.serve(PROMPT, hand_over=True).hand_over)
     d.restart()
     assert request.status == "lost"

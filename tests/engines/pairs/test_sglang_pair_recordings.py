@@ -1,7 +1,7 @@
-"""P/D pairs next to the queues and the cache of SGLang 0.5.23, step by step.
+"""P/D pairs compared step by step with the queues and the cache of SGLang 0.5.23.
 
-The data is a part of the recordings that `play_pairs.py` plays whole: programs of prefill and of
-decode engines that have, together, all that the others have.
+The data is a part of the recordings that `play_pairs.py` plays: programs of prefill and decode
+engines that together cover everything in the others.
 """
 
 import pytest
@@ -22,13 +22,13 @@ def of_kind(programs, kind):
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_every_step_of_an_engine_is_the_recorded_one(programs, kind):
+def test_every_step_of_an_engine_equals_the_recorded_step(programs, kind):
     found = {program["seed"]: play(program) for program in of_kind(programs, kind)}
     assert len(found) >= 10
     assert found == {seed: [] for seed in found}
 
 
-def test_the_recordings_have_what_can_go_wrong(programs):
+def test_the_recordings_contain_every_finish_arrival_and_option(programs):
     steps = [step for program in programs for step in program["steps"]]
     said = {said[1] for step in steps for said in step.get("said", ()) if isinstance(said, list)}
     assert said == {"length", "error", "abort"}
@@ -48,7 +48,7 @@ def test_the_recordings_have_what_can_go_wrong(programs):
         *[(kind, field) for kind in ("prefill", "decode") for field in ("events", "sizes", "tree")],
     ],
 )
-def test_a_difference_of_an_engine_is_found(programs, kind, field):
+def test_the_player_finds_a_difference_in_any_field_of_a_step(programs, kind, field):
     program, number = next(
         (program, number)
         for program in of_kind(programs, kind)
@@ -71,7 +71,7 @@ def test_a_difference_of_an_engine_is_found(programs, kind, field):
         ("reserved", 0, 1064),
     ],
 )
-def test_another_option_of_an_engine_is_noticed(programs, option, value, seed):
+def test_the_player_finds_a_difference_for_a_changed_engine_option(programs, option, value, seed):
     program = next(each for each in programs if option in each and seed in (each["seed"], None))
     assert program[option] != value
     assert play({**program, option: value})

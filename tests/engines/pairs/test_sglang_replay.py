@@ -1,4 +1,4 @@
-"""SGLang's P/D pairs in virtual time: whole engines, both legs at once, transfers that take time and go wrong."""
+"""SGLang's P/D pairs in virtual time: complete engines, both legs at once, slow and failing transfers."""
 
 import pytest
 
@@ -11,7 +11,7 @@ SIZE = 16
 
 
 class Engine(MockEngine):
-    """An engine of a pair, and what it published."""
+    """An engine of a pair, with its events."""
 
     def __init__(self, kind, pages=256, pair=None, **args):
         self.sink = CapturingSink()
@@ -22,7 +22,7 @@ class Engine(MockEngine):
 
     @property
     def names(self):
-        """Names that it holds, by its events."""
+        """The block names that its events leave present."""
         held = set()
         for event in self.sink.events:
             if isinstance(event.data, Stored):
@@ -33,13 +33,13 @@ class Engine(MockEngine):
 
     @property
     def is_quiet(self):
-        """Whether nothing is held: no request, no pages, no leg."""
+        """Whether it holds no request, no pages and no leg."""
         worker = self.worker
         return not (worker.requests or worker.manager.num_active_blocks or worker.leased or worker.pair.legs)
 
 
 def trace(count, output=4, every_ms=20.0):
-    """Requests that share beginnings, of 3 to 7 pages and a part."""
+    """Return requests with shared beginnings, of 3 to 7 pages and a partial one."""
     return [
         TraceRequest(
             timestamp=at * every_ms,
@@ -58,7 +58,7 @@ def pairs(prefill=None, decode=None, count=2, **args):
     )
 
 
-def test_every_request_is_served_and_nothing_is_held_at_the_end():
+def test_every_request_is_served_and_no_block_is_held_at_the_end():
     prefills, decodes = pairs()
     report = replay(trace(40), decodes, prefills)
     assert {request.status for request in report.requests} == {"finished"}
@@ -68,7 +68,7 @@ def test_every_request_is_served_and_nothing_is_held_at_the_end():
         assert engine.names == {*engine.worker.manager.resident()}
 
 
-def test_a_decode_engine_as_it_starts_publishes_nothing_at_all():
+def test_a_decode_engine_without_a_radix_cache_publishes_no_event():
     prefills, decodes = pairs(decode={"disaggregation_decode_enable_radix_cache": False})
     replay(trace(10), decodes, prefills)
     assert [len(engine.sink.events) for engine in decodes] == [0, 0]
@@ -84,7 +84,7 @@ def test_the_link_delays_the_first_token_by_the_bytes_sent():
     assert first_ms(PairLink(ms=lambda tokens: tokens * 2.0)) == pytest.approx(at_once + 2.0 * (SIZE * 3 + 5))
 
 
-def test_kv_bytes_and_bandwidth_of_the_prefill_engine_are_the_link():
+def test_kv_bytes_and_bandwidth_of_the_prefill_engine_set_the_delay_of_the_link():
     prefills, decodes = pairs(count=1, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
     slow = replay(trace(1), decodes, prefills).requests[0].token_ms[0]
     prefills, decodes = pairs(count=1)
@@ -93,7 +93,7 @@ def test_kv_bytes_and_bandwidth_of_the_prefill_engine_are_the_link():
 
 
 @pytest.mark.parametrize("fault", ["fails", "handshake", "never"])
-def test_a_fault_of_one_transfer_fails_its_request_and_frees_all(fault):
+def test_a_fault_of_one_transfer_fails_only_its_request_and_frees_all_blocks(fault):
     prefills, decodes = pairs()
     report = replay(trace(12), decodes, prefills, link=PairLink(faults={4: fault}))
     assert [at for at, request in enumerate(report.requests) if request.status != "finished"] == [4]
@@ -101,7 +101,7 @@ def test_a_fault_of_one_transfer_fails_its_request_and_frees_all(fault):
     assert all(engine.is_quiet for engine in (*prefills, *decodes))
 
 
-def test_a_late_transfer_is_late():
+def test_a_late_transfer_delays_the_first_token_by_late_ms():
     def first_ms(**link):
         prefills, decodes = pairs(count=1)
         return replay(trace(1), decodes, prefills, link=PairLink(**link)).requests[0].token_ms[0]
@@ -109,13 +109,13 @@ def test_a_late_transfer_is_late():
     assert first_ms(faults={0: "late"}, late_ms=500) == pytest.approx(first_ms() + 500)
 
 
-def test_a_transfer_that_never_ends_is_given_up_at_the_timeout():
+def test_a_transfer_that_never_ends_fails_at_the_waiting_timeout():
     prefills, decodes = pairs(decode={"waiting_timeout": 7})
     report = replay(trace(3), decodes, prefills, link=PairLink(faults={1: "never"}))
     assert report.requests[1].ended_ms == pytest.approx(7_020)
 
 
-def test_a_live_room_that_is_used_again_fails_one_of_both_legs():
+def test_reusing_a_live_room_fails_exactly_one_request():
     prefills, decodes = pairs(count=1)
     report = replay(trace(4, every_ms=0.0), decodes, prefills, link=PairLink(faults={1: "used again"}))
     assert sorted(request.status for request in report.requests) == ["failed", "finished", "finished", "finished"]
@@ -142,7 +142,7 @@ def test_a_full_decode_engine_gates_the_prefill_engine():
         {"metadata_slots": 1},
     ],
 )
-def test_options_of_the_prefill_engine_hold_nothing_back_at_the_end(prefill):
+def test_under_any_prefill_option_all_requests_finish_and_no_block_is_held(prefill):
     decode = {}
     if "disaggregation_decode_allocation_policy" in prefill:
         decode = {**prefill, "disaggregation_decode_enable_radix_cache": False}
@@ -152,7 +152,7 @@ def test_options_of_the_prefill_engine_hold_nothing_back_at_the_end(prefill):
     assert all(engine.is_quiet for engine in (*prefills, *decodes))
 
 
-def test_a_run_is_the_same_again():
+def test_a_second_run_gives_the_same_times_and_events():
     def run():
         prefills, decodes = pairs()
         report = replay(trace(20), decodes, prefills)
@@ -171,7 +171,7 @@ def test_a_run_is_the_same_again():
         ({"pair": {"kv_lease_duration": 5}}, "pair: 'kv_lease_duration' is not an option of a pair"),
     ],
 )
-def test_arguments_that_do_not_go_together_are_refused(args, message):
+def test_incompatible_arguments_are_refused(args, message):
     with pytest.raises(ValueError, match=message):
         MockEngineArgs(**{"engine_type": "sglang", "worker_type": "prefill", "hand_over": "sglang", **args})
 
@@ -180,7 +180,7 @@ def test_arguments_that_do_not_go_together_are_refused(args, message):
     ("backend", "message"),
     [("sglang_gpt_oss", "a role over a window was not recorded"), ("sglang_qwen3_next", "a role over states was not")],
 )
-def test_a_model_of_which_no_pair_was_recorded_is_refused(backend, message):
+def test_a_pair_over_a_model_without_recordings_is_refused(backend, message):
     args = MockEngineArgs(
         engine_type="sglang", worker_type="prefill", hand_over="sglang", block_size=64, num_gpu_blocks=256
     )

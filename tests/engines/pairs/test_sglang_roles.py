@@ -1,4 +1,4 @@
-"""SGLang's pairs by the `roles` of a test: judged as any worker, and warned about at the end."""
+"""SGLang's pairs as `roles` of a test: checked like any worker, and warned about at the end."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def harness_of(backend="sglang", prefill=SGLANG, decode=CACHES):
     return RouterHarness(SMALL, backend, roles={"prefill": prefill, "decode": decode})
 
 
-def test_a_pair_is_judged_as_any_worker():
+def test_the_events_of_an_sglang_pair_pass_all_checks_of_the_harness():
     with harness_of() as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
         served = p.serve(TEN, hand_over=True)
@@ -29,7 +29,7 @@ def test_a_pair_is_judged_as_any_worker():
     assert harness.events.problems == []
 
 
-def test_a_decode_engine_as_it_starts_has_no_event():
+def test_a_decode_engine_without_a_radix_cache_has_no_event_in_the_harness():
     with harness_of(decode={**SGLANG, "num_reserved_decode_tokens": 4}) as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
         with d.load(TEN, p.serve(TEN, hand_over=True).hand_over) as request:
@@ -39,7 +39,7 @@ def test_a_decode_engine_as_it_starts_has_no_event():
     assert harness.events.problems == []
 
 
-def test_a_role_may_have_its_own_draft_model_and_blocks():
+def test_a_role_can_have_its_own_draft_model_and_blocks():
     with harness_of(prefill={**SGLANG, "backend": "sglang_eagle"}) as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
         with d.load(TEN, p.serve(TEN, hand_over=True).hand_over) as request:
@@ -48,7 +48,7 @@ def test_a_role_may_have_its_own_draft_model_and_blocks():
     assert harness.events.problems == []
 
 
-def test_what_is_held_at_the_end_of_a_test_is_a_warning_with_request_and_phase():
+def test_blocks_held_at_the_end_of_a_test_are_warned_about_with_request_and_phase():
     with harness_of() as harness:
         (p,), (d,) = harness.role("prefill"), harness.role("decode")
         d.load(TEN, p.serve(TEN, hand_over=True).hand_over)

@@ -1,4 +1,4 @@
-"""The queues of SGLang's prefill and decode engines, and the rooms that connect them: one rule a test."""
+"""The queues of SGLang's prefill and decode engines, and the rooms that connect them: one rule per test."""
 
 from random import Random
 
@@ -18,7 +18,7 @@ WHERE = "10.0.0.1", 8998
 
 
 class Cache:
-    """A cache of few pages, and what it publishes."""
+    """A cache of few pages, with its events."""
 
     def __init__(self, pages):
         self.sink = CapturingSink()
@@ -37,7 +37,7 @@ class Cache:
 
 
 class Prefill(Cache):
-    """A prefill engine whose batches have whole prompts."""
+    """A prefill engine whose batches contain whole prompts."""
 
     def __init__(self, pages=32, rows=8, **options):
         super().__init__(pages)
@@ -50,7 +50,7 @@ class Prefill(Cache):
         return leg
 
     def turn(self, most=1000):
-        """One turn of the event loop; each piece has at most so many tokens."""
+        """Run one turn of the event loop; each chunk has at most `most` tokens."""
         side, batch = self.side, []
         side.begin_turn()
         for leg in side.candidates():
@@ -86,7 +86,7 @@ class Decode(Cache):
         return leg
 
     def serve(self, name, tokens):
-        """Receive a prompt, and run it."""
+        """Receive a prompt and start it."""
         leg = self.ask(name, tokens)
         leg.shake()
         self.side.reserve()
@@ -101,7 +101,7 @@ class Decode(Cache):
 # ------------------------------------------------------------------------------------------------ P
 
 
-def test_a_prompt_is_not_computed_before_the_other_engine_has_pages_for_it():
+def test_a_prompt_is_not_computed_before_the_decode_engine_has_reserved_pages():
     engine = Prefill()
     leg = engine.ask("a", range(10))
     assert engine.turn() == []
@@ -109,14 +109,14 @@ def test_a_prompt_is_not_computed_before_the_other_engine_has_pages_for_it():
     assert engine.turn() == ["a"]
 
 
-def test_a_ready_leg_goes_before_an_earlier_one_that_is_not():
+def test_a_ready_leg_is_computed_before_an_earlier_leg_that_is_not_ready():
     engine = Prefill()
     engine.ask("a", range(10))
     engine.ask("b", range(10)).shake(0)
     assert engine.turn() == ["b"]
 
 
-def test_everything_is_published_before_the_transfer_has_ended_and_the_answer_comes_after_it():
+def test_blocks_are_published_before_the_transfer_ends_and_the_answer_comes_after_it():
     engine = Prefill(disable_overlap_schedule=True)
     leg = engine.ask("a", range(10))
     leg.shake(0)
@@ -131,7 +131,7 @@ def test_everything_is_published_before_the_transfer_has_ended_and_the_answer_co
     assert engine.manager.evictable_size() == 8
 
 
-def test_with_overlap_a_batch_is_published_a_turn_later():
+def test_overlap_scheduling_publishes_a_batch_one_turn_later():
     engine = Prefill()
     engine.ask("a", range(10)).shake(0)
     engine.turn()
@@ -141,14 +141,14 @@ def test_with_overlap_a_batch_is_published_a_turn_later():
 
 
 @pytest.mark.parametrize(("prefix", "pages"), [(0, 3), (4, 2), (8, 1), (12, 0)])
-def test_only_pages_that_the_other_engine_lacks_are_sent(prefix, pages):
+def test_only_pages_that_the_decode_engine_lacks_are_sent(prefix, pages):
     engine = Prefill(disable_overlap_schedule=True)
     engine.ask("a", range(12)).shake(prefix)
     engine.turn()
     assert [(each.pages, each.tokens, each.is_last) for each in engine.side.take_sent()] == [(pages, 12 - prefix, True)]
 
 
-def test_chunks_are_sent_and_published_as_the_next_one_is_launched():
+def test_a_chunk_is_sent_and_published_when_the_next_chunk_is_launched():
     engine = Prefill()
     engine.ask("a", range(10)).shake(0)
     seen = []
@@ -158,7 +158,7 @@ def test_chunks_are_sent_and_published_as_the_next_one_is_launched():
     assert seen == [(0, []), (1, [1]), (2, [1]), (2, [1])]
 
 
-def test_a_failed_handshake_publishes_nothing_and_a_failed_transfer_leaves_the_prompt_cached():
+def test_a_failed_transfer_leaves_the_prompt_cached_but_a_failed_handshake_publishes_nothing():
     engine = Prefill(disable_overlap_schedule=True)
     engine.ask("a", range(8)).fail()
     engine.turn()
@@ -173,7 +173,7 @@ def test_a_failed_handshake_publishes_nothing_and_a_failed_transfer_leaves_the_p
     assert engine.manager.evictable_size() == 8
 
 
-def test_an_abort_names_all_requests_that_begin_with_it():
+def test_an_abort_ends_all_requests_whose_name_begins_with_the_given_prefix():
     engine = Prefill(disable_overlap_schedule=True)
     for name in ("1", "12", "2"):
         engine.ask(name, range(8))
@@ -183,7 +183,7 @@ def test_an_abort_names_all_requests_that_begin_with_it():
     assert [leg.name for leg in engine.side.legs] == ["2"]
 
 
-def test_a_prompt_between_chunks_that_is_called_off_leaves_the_chunks_that_were_published():
+def test_a_prompt_aborted_between_chunks_keeps_only_its_published_chunks_cached():
     engine = Prefill()
     engine.ask("a", range(12)).shake(0)
     engine.turn(most=4)
@@ -202,7 +202,7 @@ def test_a_prompt_longer_than_the_pool_is_refused_at_once():
     assert engine.side.legs == []
 
 
-def test_a_prompt_waits_for_the_other_engine_no_longer_than_the_timeout():
+def test_a_prompt_that_waits_for_the_decode_engine_fails_after_the_timeout():
     engine = Prefill()
     engine.ask("a", range(8), asked_s=10.0)
     assert engine.side.expires_s == 310.0
@@ -214,7 +214,7 @@ def test_a_prompt_waits_for_the_other_engine_no_longer_than_the_timeout():
     assert engine.said() == [("a", "error", 500)]
 
 
-def test_slots_for_first_tokens_bound_how_many_are_on_their_way():
+def test_metadata_slots_limit_the_number_of_requests_in_transfer():
     engine = Prefill(metadata_slots=1, disable_overlap_schedule=True)
     first, second = engine.ask("a", range(8)), engine.ask("b", range(20, 28))
     first.shake(0)
@@ -225,7 +225,7 @@ def test_slots_for_first_tokens_bound_how_many_are_on_their_way():
     assert engine.turn() == ["b"]
 
 
-def test_early_computing_publishes_before_the_other_engine_comes_and_gives_its_place_for_rows():
+def test_an_optimistic_prefill_publishes_before_the_handshake_and_yields_its_row():
     engine = Prefill(rows=1, optimistic_prefill_attempts=1, disable_overlap_schedule=True)
     engine.ask("a", range(8))
     engine.turn()
@@ -236,7 +236,7 @@ def test_early_computing_publishes_before_the_other_engine_comes_and_gives_its_p
     assert engine.turn() == ["b"]
 
 
-def test_a_prompt_that_is_computed_before_pages_are_given_keeps_its_place():
+def test_a_prompt_computed_before_pages_are_reserved_keeps_its_row():
     policy = "prefill_complete"
     engine = Prefill(rows=1, disaggregation_decode_allocation_policy=policy, disable_overlap_schedule=True)
     engine.ask("a", range(8))
@@ -249,7 +249,7 @@ def test_a_prompt_that_is_computed_before_pages_are_given_keeps_its_place():
 # ------------------------------------------------------------------------------------------------ D
 
 
-def test_received_blocks_are_published_when_the_request_joins_and_not_on_arrival():
+def test_received_blocks_are_published_when_the_request_joins_the_batch_and_not_on_arrival():
     engine = Decode(places=1)
     first = engine.serve("a", range(8))
     assert engine.stored == 2
@@ -260,7 +260,7 @@ def test_received_blocks_are_published_when_the_request_joins_and_not_on_arrival
     assert engine.stored == 4
 
 
-def test_the_whole_prompt_is_matched_its_last_token_too():
+def test_the_decode_engine_matches_the_whole_prompt_including_its_last_token():
     engine = Decode()
     engine.side.finish(engine.serve("a", range(8)))
     leg = engine.ask("b", range(8))
@@ -269,7 +269,7 @@ def test_the_whole_prompt_is_matched_its_last_token_too():
     assert (leg.hit_tokens, leg.asked_pages) == (8, 0)
 
 
-def test_the_first_leg_that_does_not_fit_blocks_all_after_it():
+def test_the_first_leg_that_does_not_fit_blocks_all_later_legs():
     engine = Decode(pages=8)
     for name, length in (("a", 16), ("b", 24), ("c", 4)):
         engine.ask(name, range(length)).shake()
@@ -277,7 +277,7 @@ def test_the_first_leg_that_does_not_fit_blocks_all_after_it():
     assert [leg.name for leg in engine.side.queue] == ["b", "c"]
 
 
-def test_a_prompt_of_exactly_the_pool_is_taken_and_blocks_the_queue_forever():
+def test_a_prompt_as_large_as_the_pool_is_accepted_and_blocks_the_queue_forever():
     engine = Decode(pages=4)
     assert engine.side.ask(DecodeLeg("a", 1, engine.request(range(16)), 1))
     engine.ask("b", range(20, 24)).shake()
@@ -287,7 +287,7 @@ def test_a_prompt_of_exactly_the_pool_is_taken_and_blocks_the_queue_forever():
     assert engine.said() == [("c", "error", 400)]
 
 
-def test_room_is_kept_for_those_that_generate():
+def test_pages_are_reserved_for_the_output_of_running_requests():
     prompts = [("a", range(8)), ("b", range(20, 28))]
     for reserved, got in ((0, ["a", "b"]), (8, ["a"])):
         engine = Decode(pages=6, num_reserved_decode_tokens=reserved)
@@ -297,7 +297,7 @@ def test_room_is_kept_for_those_that_generate():
 
 
 @pytest.mark.parametrize("how", ["failed", "another room", "handshake"])
-def test_a_failure_publishes_nothing_and_frees_all(how):
+def test_a_failed_decode_leg_publishes_nothing_and_frees_all_its_pages(how):
     engine = Decode()
     leg = engine.ask("a", range(8))
     if how == "handshake":
@@ -327,7 +327,7 @@ def test_blocks_evicted_for_a_failed_transfer_stay_evicted():
     assert [type(data) for data in engine.events] == [Cleared, Stored, Removed]
 
 
-def test_without_a_radix_cache_nothing_is_matched_and_nothing_stays():
+def test_without_a_radix_cache_no_page_is_matched_or_kept():
     engine = Decode(disaggregation_decode_enable_radix_cache=False)
     for name in ("a", "b"):
         leg = engine.serve(name, range(8))
@@ -337,7 +337,7 @@ def test_without_a_radix_cache_nothing_is_matched_and_nothing_stays():
     assert engine.manager.available_size() == 32 * SIZE
 
 
-def test_a_request_of_one_token_ends_when_it_joins():
+def test_a_request_for_one_token_ends_when_it_joins_the_batch():
     engine = Decode()
     leg = engine.ask("a", range(8), max_new=1)
     leg.shake()
@@ -349,7 +349,7 @@ def test_a_request_of_one_token_ends_when_it_joins():
     assert engine.said() == [("a", "length", 200)]
 
 
-def test_pages_that_may_still_be_written_are_kept_for_a_while_after_an_abort():
+def test_pages_that_a_transfer_may_still_write_are_held_for_30_seconds_after_an_abort():
     engine = Decode()
     leg = engine.ask("a", range(8))
     leg.shake()
@@ -364,7 +364,7 @@ def test_pages_that_may_still_be_written_are_kept_for_a_while_after_an_abort():
     assert engine.manager.available_size() == 32 * SIZE
 
 
-def test_nothing_is_given_pages_while_one_that_was_retracted_waits():
+def test_no_leg_gets_pages_while_a_retracted_request_waits():
     engine = Decode(pages=6, num_reserved_decode_tokens=8)
     leg = engine.serve("a", range(8))
     assert engine.side.decode([leg], [1])
@@ -412,7 +412,7 @@ class Pair:
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_whichever_leg_comes_first_the_prompt_is_handed_over(first):
+def test_a_prompt_is_handed_over_in_either_order_of_the_legs(first):
     pair = Pair()
     for leg in (first, "decode" if first == "prefill" else "prefill"):
         (pair.ask_p if leg == "prefill" else pair.ask_d)(5, range(8))
@@ -423,7 +423,7 @@ def test_whichever_leg_comes_first_the_prompt_is_handed_over(first):
     assert pair.p.events[1] == pair.d.events[1]
 
 
-def test_the_memory_of_the_decode_engine_gates_the_prefill():
+def test_the_prefill_waits_for_free_memory_of_the_decode_engine():
     pair = Pair()
     pair.d.serve("a", range(100, 220))
     pair.ask_d(5, range(40))
@@ -432,7 +432,7 @@ def test_the_memory_of_the_decode_engine_gates_the_prefill():
     assert pair.p.stored == 0
 
 
-def test_pages_take_their_time_on_the_link():
+def test_the_link_delays_the_arrival_of_pages():
     pair = Pair(link_s=lambda tokens: tokens / 4)
     pair.ask_d(5, range(8))
     pair.ask_p(5, range(8))
@@ -444,7 +444,7 @@ def test_pages_take_their_time_on_the_link():
     assert len(pair.d.side.running) == 1
 
 
-def test_a_prefill_engine_that_computes_first_is_waited_for():
+def test_a_decode_engine_waits_for_a_prefill_engine_that_computes_first():
     pair = Pair()
     complete = Pair(
         disaggregation_decode_allocation_policy="prefill_complete", disaggregation_decode_enable_radix_cache=False
@@ -470,7 +470,7 @@ def test_a_failed_prefill_leg_is_reported_to_the_decode_engine():
 @pytest.mark.parametrize(
     ("fate", "p", "d"), [("fails", "error", "error"), ("handshake", "error", "error"), ("never", None, None)]
 )
-def test_a_transfer_has_its_fate(fate, p, d):
+def test_the_fate_of_a_transfer_decides_how_both_legs_finish(fate, p, d):
     pair = Pair()
     pair.ask_p(5, range(8))
     pair.ask_d(5, range(8), fate=fate)
@@ -481,7 +481,7 @@ def test_a_transfer_has_its_fate(fate, p, d):
     assert pair.d.stored == 0
 
 
-def test_a_lost_bootstrap_server_fails_all_of_its_rooms():
+def test_a_lost_bootstrap_server_fails_all_its_rooms():
     pair = Pair()
     legs = [pair.ask_d(room, range(8), f"d{room}") for room in (1, 2)]
     pair.rooms.lose(WHERE)
@@ -489,10 +489,10 @@ def test_a_lost_bootstrap_server_fails_all_of_its_rooms():
     assert [leg.polled for leg in (*legs, late)] == ["failed"] * 3
 
 
-def test_a_room_is_looked_for_at_its_rank_unless_another_is_told():
+def test_a_room_is_looked_up_at_the_rank_of_its_number_unless_a_rank_is_given():
     pair = Pair(ranks=2)
     pair.ask_p(5, range(8), rank=0)
-    pair.ask_d(5, range(8), "wrong")  # 5 % 2 is rank 1, where it is not
+    pair.ask_d(5, range(8), "wrong")  # 5 % 2 is rank 1, which does not have the room
     pair.turn()
     assert pair.p.said() == []
     right = pair.ask_d(5, range(8), "right", rank=0)
@@ -501,7 +501,7 @@ def test_a_room_is_looked_for_at_its_rank_unless_another_is_told():
     assert pair.rooms.seen == [(0, 5, "prefill"), (1, 5, "decode"), (0, 5, "decode")]
 
 
-def test_a_room_with_a_live_leg_fails_a_second_one_or_kills_the_engine():
+def test_reusing_a_room_with_a_live_leg_fails_the_second_leg_or_crashes_the_engine():
     pair = Pair()
     first = pair.ask_p(5, range(8))
     assert pair.ask_p(5, range(8), "q").polled == "failed"
@@ -512,7 +512,7 @@ def test_a_room_with_a_live_leg_fails_a_second_one_or_kills_the_engine():
         dead.ask_d(5, range(8), "e")
 
 
-def test_a_room_may_be_used_again_when_both_legs_are_over():
+def test_a_room_can_be_reused_after_both_legs_have_ended():
     pair = Pair()
     legs = pair.ask_p(5, range(8)), pair.ask_d(5, range(8))
     for leg in legs:

@@ -1,4 +1,4 @@
-"""Engine profiles in files: what they say, and the one error that each wrong file gets."""
+"""Engine profiles in files: their contents, and the one error of each invalid file."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from pytest_kvmock.values.strict_yaml import YamlError
 
 @pytest.fixture
 def read(tmp_path):
-    """Read files: `read(a=text, b=text)`; their names are the keywords."""
+    """Read files given as `read(a=text, b=text)`; the keywords are their names."""
 
     def from_files(**texts):
         for name, text in texts.items():
@@ -24,7 +24,7 @@ def read(tmp_path):
     return from_files
 
 
-def test_a_profile_may_set_any_field(read):
+def test_a_profile_file_can_set_any_field(read):
     fields = {"block_size": 4, "num_blocks": 9, "workers": 0, "dp_size": 2, "prefix_caching": False, "seed": -1}
     fields["real_sizes"] = True
     for chunk, tiers, text in (
@@ -40,14 +40,14 @@ def test_a_profile_may_set_any_field(read):
         assert {field.name for field in dataclasses.fields(EngineProfile)} == set(small.fields)
 
 
-def test_missing_fields_have_defaults_except_the_seed(read):
+def test_missing_fields_take_their_defaults_except_the_seed(read):
     small = read(a="profiles:\n  small: {num_blocks: 9}\n  plain: {}")["small"]
 
     assert small.fields == {"num_blocks": 9}
     assert EngineProfile(num_blocks=9, seed=7) == small.in_place_of(EngineProfile(block_size=4, workers=3, seed=7))
 
 
-def test_a_profile_is_laid_over_its_base_in_any_file(read):
+def test_a_profile_overrides_its_base_from_any_file(read):
     profiles = read(
         a="profiles:\n  fleet: {base: small, workers: 4, block_size: 8}\n  pair: {base: fleet, workers: 2}\n",
         b="profiles:\n  small:\n    description: for tests\n    block_size: 4\n    num_blocks: 9\n",
@@ -103,7 +103,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("text", "expected"), WRONG)
-def test_a_wrong_file_gets_one_line_that_says_where(read, text, expected):
+def test_an_invalid_file_is_reported_in_one_line_with_its_place(read, text, expected):
     with pytest.raises(YamlError) as caught:
         read(a=text)
 
@@ -113,6 +113,6 @@ def test_a_wrong_file_gets_one_line_that_says_where(read, text, expected):
     assert "\n" not in message
 
 
-def test_a_name_in_two_files_is_an_error_that_names_both(read):
+def test_a_profile_name_in_two_files_is_an_error_that_names_both_files(read):
     with pytest.raises(YamlError, match=r"^b:1:12: there is another profile 's' at a:2:3$"):
         read(a="profiles:\n  s: {}\n", b="profiles: {s: {}}")

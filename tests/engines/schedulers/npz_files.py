@@ -1,4 +1,4 @@
-"""`.npz` files written byte by byte, as numpy writes them."""
+"""`.npz` files in the byte format of numpy."""
 
 import struct
 import zipfile
@@ -16,7 +16,7 @@ _FORMATS = {"f4": "f", "f8": "d", "i4": "i", "i8": "q"}
 
 
 def npy(values, *, dtype="<f8", fortran=False, version=1, shape=None):
-    """Return the bytes of an array of one dimension, or, of rows, of two."""
+    """Return the bytes of a one-dimensional array, or of a two-dimensional one if given rows."""
     rows = bool(values) and isinstance(values[0], list | tuple)
     if shape is None:
         shape = (len(values), len(values[0])) if rows else (len(values),)
@@ -33,7 +33,7 @@ def npy(values, *, dtype="<f8", fortran=False, version=1, shape=None):
 
 
 def write_npz(path, arrays, *, compressed=False, suffix=".npy", **form):
-    """Write arrays, each of numbers or of the bytes of a member, and return the path."""
+    """Write arrays, each given as numbers or as the bytes of a member; return the path."""
     method = zipfile.ZIP_DEFLATED if compressed else zipfile.ZIP_STORED
     with zipfile.ZipFile(path, "w", method) as archive:
         for name, values in arrays.items():

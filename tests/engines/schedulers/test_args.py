@@ -1,4 +1,4 @@
-"""`MockEngineArgs`: what Dynamo's mocker 1.2.1 takes, what is refused, and its JSON."""
+"""`MockEngineArgs`: the arguments of Dynamo's mocker 1.2.1, refused values, and the JSON form."""
 
 import json
 import math
@@ -49,7 +49,7 @@ DUMPED = """{
   "router_queue_policy": null,
   "sglang": null
 }"""
-"""What `MockEngineArgs().dump_json()` of Dynamo 1.2.1 returns."""
+"""The result of `MockEngineArgs().dump_json()` in Dynamo 1.2.1."""
 
 
 def refusal(call, *given, **options):
@@ -108,7 +108,7 @@ arguments = st.fixed_dictionaries(
 
 @worth_its_time
 @given(arguments)
-def test_written_arguments_are_read_back(given):
+def test_written_arguments_are_read_back_unchanged(given):
     args = MockEngineArgs.from_json(given)
     assert args == MockEngineArgs(**given) == MockEngineArgs.from_json(args.to_json()) == args.replace()
     written = args.to_dict()
@@ -116,14 +116,14 @@ def test_written_arguments_are_read_back(given):
     assert {name: given[name] for name in same} == {name: written[name] for name in same}
 
 
-def test_recorded_replays_have_arguments_that_are_accepted(recording):
+def test_the_arguments_of_recorded_replays_are_accepted(recording):
     engines = recording("engine_args.json")
     assert len(engines) > 100
     for engine in engines:
         assert engine.items() <= {**MockEngineArgs.from_json(engine).to_dict(), **engine}.items()
 
 
-def test_arguments_are_values():
+def test_arguments_are_immutable_and_compare_by_value():
     one = MockEngineArgs(num_gpu_blocks=5, sglang={"page_size": 4})
     assert one == MockEngineArgs(num_gpu_blocks=5, sglang=SglangArgs(page_size=4))
     assert hash(one) == hash(one.replace())
@@ -153,11 +153,11 @@ def test_arguments_are_values():
         ({"semantics": "1.6.1"}, "semantics is not part of Dynamo's JSON: pass it by keyword"),
     ],
 )
-def test_json_that_is_not_arguments_is_refused(source, message):
+def test_json_that_does_not_describe_arguments_is_refused(source, message):
     assert refusal(MockEngineArgs.from_json, source) == message
 
 
-def test_our_additions_are_passed_by_keyword_and_are_not_written():
+def test_fields_added_to_those_of_dynamo_are_keywords_and_are_not_serialized():
     args = MockEngineArgs.from_json("{}", semantics="1.2.1", performance_model=(5, 7), events_visible="pass_end")
     assert ("1.2.1", "pass_end", CallableModel(5, 7)) == (
         args.scheduler_semantics,
@@ -199,12 +199,12 @@ def test_the_older_keys_of_the_worker_type_are_read(given, expected):
         ({"has_perf_model": "yes"}, "has_perf_model must be True or False, got 'yes'"),
     ],
 )
-def test_older_keys_that_are_wrong_are_refused(given, message):
+def test_invalid_older_keys_are_refused(given, message):
     assert refusal(MockEngineArgs.from_json, given) == message
 
 
 @pytest.mark.parametrize("name", ["is_prefill", "is_decode", "has_perf_model"])
-def test_keys_of_json_alone_are_unknown_elsewhere(name):
+def test_keys_that_exist_only_in_json_are_refused_as_keywords(name):
     for call in (MockEngineArgs().replace, lambda **given: MockEngineArgs.from_profile(EngineProfile(), **given)):
         message = refusal(call, **{name: True})
         assert message.startswith(f"unknown field of the engine's arguments {name!r}")
@@ -334,7 +334,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("name", "value", "message"), REFUSED, ids=[message for *_, message in REFUSED])
-def test_a_refusal_has_the_field_what_was_given_and_what_is_allowed(name, value, message):
+def test_an_error_names_the_field_the_given_value_and_the_allowed_values(name, value, message):
     assert refusal(MockEngineArgs, **{name: value}) == message
     assert refusal(MockEngineArgs().replace, **{name: value}) == message
     assert refusal(MockEngineArgs.from_profile, EngineProfile(), **{name: value}) == message
@@ -356,7 +356,7 @@ ACCEPTED = [
 
 
 @pytest.mark.parametrize("given", ACCEPTED, ids=repr)
-def test_what_dynamo_accepts_at_the_borders_is_accepted(given):
+def test_boundary_values_that_dynamo_accepts_are_accepted(given):
     assert MockEngineArgs(**given) == MockEngineArgs.from_json(given)
 
 
@@ -372,7 +372,7 @@ def test_arguments_of_tiers_beyond_the_host_are_refused(name, value):
     assert MockEngineArgs() == MockEngineArgs.from_json({name: None}) == MockEngineArgs.from_json({name: False})
 
 
-def test_an_unknown_field_is_refused_with_the_nearest():
+def test_an_unknown_field_is_refused_with_the_nearest_known_name():
     for call in (MockEngineArgs().replace, lambda **given: MockEngineArgs.from_json(given)):
         message = refusal(call, num_gpu_block=5)
         assert message.startswith(
@@ -402,18 +402,18 @@ def test_an_unknown_field_is_refused_with_the_nearest():
         (8, {"engine_type": "sglang", "block_size": 8}),
     ],
 )
-def test_the_block_size_is_normalised(expected, given):
+def test_the_block_size_is_normalised_by_engine_type(expected, given):
     assert expected == MockEngineArgs(**given).block_size == MockEngineArgs(**given).to_dict()["block_size"]
 
 
-def test_page_size_and_block_size_are_one():
+def test_different_page_and_block_sizes_are_refused():
     assert (
         refusal(MockEngineArgs, engine_type="sglang", block_size=8, sglang={"page_size": 4})
         == "block_size and sglang.page_size must be equal where both are set, got 8 and 4"
     )
 
 
-def test_a_chunk_of_sglang_is_whole_pages():
+def test_the_chunk_size_of_sglang_must_be_whole_pages():
     assert (
         refusal(MockEngineArgs, engine_type="sglang", sglang={"page_size": 4, "chunked_prefill_size": 6})
         == "sglang.chunked_prefill_size must be a multiple of the block size, 4, got 6"
@@ -438,14 +438,14 @@ def test_replace_keeps_the_block_size_unless_it_is_0():
         (("1.6.1", "pass_start"), {"engine_type": "sglang", "semantics": "1.6.1", "events_visible": "pass_start"}),
     ],
 )
-def test_release_and_visibility_have_defaults_by_engine_type(expected, given):
+def test_semantics_and_event_visibility_have_defaults_by_engine_type(expected, given):
     args = MockEngineArgs(**given)
     assert (args.scheduler_semantics, args.events_visible_at) == expected
     assert PolynomialModel("1.2.1" if expected[0] == "1.2.1" else "1.6.1") == args.performance
 
 
 @pytest.mark.parametrize("gone", ["1.2.1", "1.3.1"])
-def test_a_release_of_sglangs_mock_that_is_gone_is_refused_with_those_that_there_are(gone):
+def test_removed_semantics_of_the_sglang_mock_are_refused_with_the_remaining_ones(gone):
     assert (
         refusal(MockEngineArgs, engine_type="sglang", semantics=gone)
         == f"semantics: got '{gone}'; did you mean '1.6.1'? allowed: mixed, 1.6.1"
@@ -461,7 +461,7 @@ def test_a_release_of_sglangs_mock_that_is_gone_is_refused_with_those_that_there
         (False, {"enable_prefix_caching": False}),
     ],
 )
-def test_events_are_published_with_caching_and_not_by_decode_workers(expected, given):
+def test_a_publisher_is_needed_with_prefix_caching_except_on_decode_workers(expected, given):
     assert expected is MockEngineArgs(**given).needs_kv_publisher
 
 
@@ -501,7 +501,7 @@ def test_sglang_options_have_the_defaults_of_the_scheduler():
         (0.0, {"kv_transfer_bandwidth": 64}),
     ],
 )
-def test_the_handoff_of_eight_tokens(expected, given):
+def test_the_handoff_time_follows_from_kv_bytes_and_bandwidth(expected, given):
     assert MockEngineArgs(worker_type="prefill", **given).handoff_ms(8) == expected
 
 
@@ -519,7 +519,7 @@ def test_the_handoff_of_eight_tokens(expected, given):
         (50, 100, 0.5),
     ],
 )
-def test_how_much_of_the_output_is_reasoning(expected, output, ratio):
+def test_the_reasoning_ratio_sets_the_number_of_thinking_tokens(expected, output, ratio):
     config = ReasoningConfig(7, 9, ratio)
     assert config.num_thinking_tokens(output) == expected
     tokens = [config.token_at(position, output) for position in range(output)]
@@ -531,14 +531,14 @@ def test_how_much_of_the_output_is_reasoning(expected, output, ratio):
 # profile
 
 
-def test_a_profile_gives_sizes_and_the_rest_is_as_by_default():
+def test_a_profile_sets_sizes_and_leaves_other_fields_at_their_defaults():
     profile = EngineProfile(block_size=8, num_blocks=40, workers=3, dp_size=2, prefix_caching=False, seed=5)
     expected = MockEngineArgs(num_gpu_blocks=40, block_size=8, enable_prefix_caching=False, dp_size=2)
     assert MockEngineArgs.from_profile(profile) == expected
     assert expected.replace(preemption_mode="fifo") == MockEngineArgs.from_profile(profile, preemption_mode="fifo")
 
 
-def test_defaults_of_a_profile_give_way():
+def test_arguments_override_the_defaults_of_a_profile():
     args = MockEngineArgs.from_profile(
         EngineProfile(), num_gpu_blocks=32, block_size=64, enable_prefix_caching=False, dp_size=2
     )
@@ -570,7 +570,7 @@ def test_defaults_of_a_profile_give_way():
         ),
     ],
 )
-def test_what_a_profile_sets_explicitly_is_not_contradicted(profile, engine, message):
+def test_arguments_that_contradict_explicit_profile_fields_are_refused(profile, engine, message):
     profile = EngineProfile(**profile)
     assert (
         refusal(MockEngineArgs.from_profile, profile, **engine)
@@ -582,8 +582,8 @@ def test_what_a_profile_sets_explicitly_is_not_contradicted(profile, engine, mes
         assert (value if name != "sglang" else {**shown, **value}) == shown
 
 
-def test_the_names_that_are_explicit_may_be_given():
-    profile = EngineProfile(num_blocks=256)  # the default, but somebody wrote it down
+def test_the_caller_can_name_the_explicit_fields_of_a_profile():
+    profile = EngineProfile(num_blocks=256)  # equal to the default, but set explicitly
     assert MockEngineArgs.from_profile(profile, num_gpu_blocks=32).num_gpu_blocks == 32
     assert (
         refusal(MockEngineArgs.from_profile, profile, explicit={"num_blocks", "seed"}, num_gpu_blocks=32)
@@ -603,11 +603,11 @@ def test_the_names_that_are_explicit_may_be_given():
         (4, {"block_size": 4}),
     ],
 )
-def test_the_block_size_is_the_profiles_unless_another_is_given(expected, engine):
+def test_the_block_size_defaults_to_that_of_the_profile(expected, engine):
     assert MockEngineArgs.from_profile(EngineProfile(), **engine).block_size == expected
 
 
-def test_the_chunk_of_a_profile_is_the_budget_of_a_pass():
+def test_the_chunk_of_a_profile_sets_the_token_budget_of_a_pass():
     profile = EngineProfile(block_size=4, chunk=8)
     assert MockEngineArgs.from_profile(profile).max_num_batched_tokens == 8
     args = MockEngineArgs.from_profile(profile, engine_type="sglang", sglang={"schedule_policy": "lpm"})
@@ -615,7 +615,7 @@ def test_the_chunk_of_a_profile_is_the_budget_of_a_pass():
     assert MockEngineArgs.from_profile(EngineProfile()).max_num_batched_tokens == 8192
 
 
-def test_a_profile_may_be_any_object_with_these_fields():
+def test_any_object_with_the_profile_fields_is_accepted_as_a_profile():
     class Sizes:
         block_size, num_blocks, dp_size, prefix_caching, chunk = 4, 10, 1, True, None
 
@@ -625,11 +625,11 @@ def test_a_profile_may_be_any_object_with_these_fields():
     ) == "num_gpu_blocks=5 contradicts num_blocks=10 of the profile; set one of them, or both to the same value"
 
 
-def test_additions_go_with_a_profile():
+def test_from_profile_accepts_semantics_and_performance_model():
     args = MockEngineArgs.from_profile(EngineProfile(), semantics="1.6.1", performance_model=(1, 2))
     assert ("1.6.1", CallableModel(1, 2)) == (args.semantics, args.performance)
 
 
-def test_the_path_of_a_profile_file_may_be_a_path(tmp_path):
+def test_planner_profile_data_accepts_a_path_object(tmp_path):
     path = Path(write_npz(tmp_path / "profile.npz", PROFILE))
     assert str(path) == MockEngineArgs.from_profile(EngineProfile(), planner_profile_data=path).planner_profile_data

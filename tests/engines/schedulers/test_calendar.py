@@ -1,4 +1,4 @@
-"""Requests that sleep through passes that only decode, and when such passes end."""
+"""Requests that skip passes that only decode, and the end times of such passes."""
 
 from itertools import accumulate, pairwise
 from random import Random
@@ -13,9 +13,7 @@ from pytest_kvmock.engines.schedulers.performance import rounded_ms
 
 
 def served(seed, sink):
-    """An engine of 1.6.1 after random requests, some of which share prefixes, in few blocks, so that some are
-    preempted.
-    """
+    """Return an engine of 1.6.1 after random requests with partly shared prefixes; few blocks cause preemptions."""
     rng = Random(seed)
     size = rng.choice([4, 8, 16])
     fields = {"max_num_seqs": rng.choice([2, 6, None]), "speedup_ratio": rng.choice([1.0, 3.0])}
@@ -35,7 +33,7 @@ def served(seed, sink):
 
 
 @pytest.mark.parametrize("seed", seeds(200))
-def test_an_engine_without_listeners_serves_like_one_with_listeners(seed):
+def test_an_engine_without_listeners_gives_the_same_run_as_one_with_listeners(seed):
     quiet, heard = served(seed, None), served(seed, lambda event: None)
     for name in (
         "token_ms",
@@ -60,12 +58,12 @@ def test_an_engine_without_listeners_serves_like_one_with_listeners(seed):
 
 @pytest.mark.parametrize("speedup", [1.0, 2.5, 0.0])
 @pytest.mark.parametrize("lengths", [range(5, 900, 1), range(90, 5000, 7), range(2**18 - 400, 2**18 + 400, 3)])
-def test_moments_are_the_sums_of_the_original(speedup, lengths):
+def test_decode_pass_ends_equal_the_sums_of_the_original(speedup, lengths):
     total, model = 4096, PolynomialModel("1.6.1")
     times = DecodeTimes(model, total, speedup)
     steps = [rounded_ms(model.decode_ms(each, total, each // lengths.step), speedup) for each in lengths]
     ends = list(accumulate(steps, initial=0.1))
     for until in (1e9, ends[40], ends[9] + 0.01, 0.2):
-        for _ in range(2):  # what is not known yet, and what is
+        for _ in range(2):  # once computed, once cached
             started = [end for begin, end in pairwise(ends) if begin < until]
             assert started == times.ends(0.1, until, lengths)

@@ -1,4 +1,4 @@
-"""The nested form of an engine's arguments: what 1.6.1 refuses, in our words, and what is written."""
+"""The nested JSON form of an engine's arguments: values that 1.6.1 refuses, with our messages, and written forms."""
 
 import re
 
@@ -76,7 +76,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("engine", "message"), REFUSED, ids=[str(engine)[:60] for engine, _ in REFUSED])
-def test_what_1_6_1_refuses_is_refused(engine, message):
+def test_the_nested_form_refuses_the_values_that_1_6_1_refuses(engine, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         MockEngineArgs.from_json({"engine": engine})
 
@@ -91,12 +91,12 @@ def test_what_1_6_1_refuses_is_refused(engine, message):
         ({"dynamo": []}, "dynamo must be a mapping, got []"),
     ],
 )
-def test_fields_next_to_the_engine_are_checked_too(given, message):
+def test_fields_next_to_the_nested_engine_are_checked(given, message):
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         MockEngineArgs.from_json(given)
 
 
-def test_the_nested_form_is_that_of_1_6_1():
+def test_the_nested_form_is_refused_for_semantics_other_than_1_6_1():
     with pytest.raises(ValueError, match=r"^the nested form is that of semantics='1.6.1', got '1.2.1'$"):
         MockEngineArgs.from_json({"engine": {}}, semantics="1.2.1")
 
@@ -105,7 +105,7 @@ def test_a_block_size_of_null_is_the_default():
     assert MockEngineArgs.from_json({"engine": {"block_size": None}}).block_size == 64
 
 
-def test_read_arguments_are_written_back():
+def test_arguments_read_in_the_nested_form_are_written_back():
     given = {
         "engine": {
             "backend": "sglang",
@@ -134,7 +134,7 @@ def test_the_default_model_is_written_by_its_name():
     assert MockEngineArgs(semantics="1.6.1").to_dict()["engine"]["timing_model"] == {"type": "polynomial"}
 
 
-def test_inert_arguments_are_known_ones():
+def test_only_known_inert_arguments_are_accepted():
     with pytest.raises(ValueError, match=rf"^inert must be a mapping of {next(iter(INERT))}"):
         MockEngineArgs(semantics="1.6.1", inert={"x": 1})
     assert MockEngineArgs(semantics="1.6.1", inert=dict(INERT)).inert == INERT

@@ -18,7 +18,7 @@ TIMES = "interpolated_times_1.2.1.json"
 
 
 def nanoseconds(ms):
-    """As Dynamo rounds a duration: seconds as a float, exactly rounded, ties to even."""
+    """Round a duration as Dynamo does: seconds as a float, exactly rounded, ties to even."""
     return round(Fraction(ms / 1000) * 10**9)
 
 
@@ -31,7 +31,7 @@ def as_ms(ns):
 
 @pytest.mark.parametrize(
     ("expected", "prompt", "in_use"),
-    [  # prompt and cached tokens, blocks in use and in all; in nanoseconds, by replays of Dynamo 1.2.1
+    [  # prompt and cached tokens, blocks in use and in total; nanoseconds from replays of Dynamo 1.2.1
         (25_261702, (128, 0), (2, 100)),
         (24_812019, (192, 128), (3, 100)),
         (56_679659, (448, 0), (7, 8)),  # 1 less than with -25.74 * p * p
@@ -47,12 +47,12 @@ def test_the_polynomial_model_equals_dynamo_to_the_nanosecond(expected, prompt, 
     )
 
 
-def test_prefill_goes_by_the_new_tokens_of_the_whole_batch():
+def test_the_prefill_time_depends_on_the_new_tokens_of_the_whole_batch():
     model = PolynomialModel()
     assert model.prefill_ms(1, 12, 0) == model.prefill_ms(3, 12, 8) == model.prefill_ms(2, 106, 100)
 
 
-def test_decode_goes_by_the_share_of_the_cache_in_use_alone():
+def test_the_decode_time_depends_only_on_the_share_of_the_cache_in_use():
     model = PolynomialModel()
     assert model.decode_ms(32, 64, 1) == model.decode_ms(320, 640, 999)
 
@@ -61,13 +61,13 @@ def test_decode_goes_by_the_share_of_the_cache_in_use_alone():
     ("semantics", "prefill", "decode"),
     [("1.2.1", 16.50142, -25.74 * 4 + 54.01 * 2 + 5.74), ("1.6.1", 0.0, -25.74 + 54.01 + 5.74)],
 )
-def test_1_6_1_charges_nothing_for_no_new_token_and_clamps_the_share(semantics, prefill, decode):
+def test_semantics_1_6_1_charge_nothing_for_zero_new_tokens_and_clamp_the_cache_share(semantics, prefill, decode):
     model = PolynomialModel(semantics)
     assert [prefill] * 3 == [model.prefill_ms(*each) for each in ((0, 0, 0), (0, 8, 0), (2, 8, 8))]
     assert decode == model.decode_ms(128, 64, 8)
 
 
-def test_decode_of_the_polynomial_takes_at_least_a_millisecond():
+def test_the_decode_time_of_the_polynomial_is_at_least_one_millisecond():
     assert PolynomialModel().decode_ms(300, 100, 8) == 1.0
     assert PolynomialModel().decode_ms(0, 0, 0) == 5.74
 
@@ -84,7 +84,7 @@ def test_unknown_semantics_are_refused():
 
 
 @pytest.mark.parametrize("fortran", [False, True], ids=["C order", "Fortran order"])
-def test_interpolated_times_equal_those_recorded_of_dynamo_to_the_bit(recording, tmp_path, fortran):
+def test_interpolated_times_equal_the_recorded_ones_of_dynamo_bit_for_bit(recording, tmp_path, fortran):
     compared = 0
     for number, case in enumerate(recording(TIMES)["cases"]):
         path = write_npz(tmp_path / f"{number}.npz", case["arrays"], fortran=fortran, compressed=number % 2 == 0)
@@ -97,15 +97,15 @@ def test_interpolated_times_equal_those_recorded_of_dynamo_to_the_bit(recording,
     assert compared == 345
 
 
-def test_prefill_of_no_new_token_is_extrapolated_by_1_2_1_and_free_by_1_3_1():
+def test_a_prefill_without_new_tokens_is_extrapolated_by_1_2_1_and_free_by_1_6_1():
     profile = {**PROFILE, "prefill_isl": [100.0, 1000.0], "prefill_ttft_ms": [10.0, 33.3]}
-    # Of a replay with engine_type="sglang": the second of two identical prompts.
+    # From a replay with engine_type="sglang": the second of two identical prompts.
     assert nanoseconds(InterpolatedModel(**profile).prefill_ms(1, 128, 128)) == 7_411111
     assert InterpolatedModel(**profile, semantics="1.6.1").prefill_ms(1, 128, 128) == 0.0
 
 
 @given(st.integers(0, 500), st.integers(0, 500))
-def test_on_a_plane_interpolation_and_extrapolation_give_the_plane(active, context):
+def test_interpolation_and_extrapolation_reproduce_a_plane(active, context):
     def plane(x, y):
         return 2 + x / 4 + y / 8
 
@@ -118,7 +118,7 @@ def test_on_a_plane_interpolation_and_extrapolation_give_the_plane(active, conte
 
 
 @given(st.randoms(use_true_random=False))
-def test_at_its_points_a_model_gives_the_measured_times(rnd):
+def test_an_interpolated_model_returns_the_measured_times_at_its_points(rnd):
     axis = sorted(rnd.sample(range(1, 1000), 4))
     times = [[float(rnd.randint(1, 100)) for _ in axis] for _ in axis]
     model = InterpolatedModel(axis, times[0], axis, axis, times)
@@ -135,13 +135,13 @@ def test_interpolated_prefill_is_never_negative_and_decode_at_least_a_millisecon
 
 @pytest.mark.parametrize("dtype", ["<f8", ">f8", "<f4", "<i8", "<i4", ">i4"])
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_a_profile_may_be_of_any_type_of_numbers_and_version(tmp_path, dtype, version):
+def test_an_npz_profile_can_have_any_numeric_dtype_and_format_version(tmp_path, dtype, version):
     whole = {**PROFILE, "prefill_ttft_ms": [10.0, 33.0]}
     path = write_npz(tmp_path / "a.npz", {**whole, "note": b"read by nobody"}, dtype=dtype, version=version)
     assert InterpolatedModel(**whole) == InterpolatedModel.from_npz(str(path))
 
 
-def test_members_without_suffix_are_read_as_by_dynamo(tmp_path):
+def test_npz_members_without_suffix_are_read_as_by_dynamo(tmp_path):
     path = write_npz(tmp_path / "a.npz", PROFILE, suffix="")
     assert InterpolatedModel(**PROFILE) == InterpolatedModel.from_npz(path)
 
@@ -180,7 +180,7 @@ BAD_ARRAYS = [
 
 
 @pytest.mark.parametrize(("wrong", "message"), BAD_ARRAYS)
-def test_flaws_in_the_arrays_of_a_profile_are_named(tmp_path, wrong, message):
+def test_invalid_arrays_of_a_profile_are_named(tmp_path, wrong, message):
     with pytest.raises(ValueError) as caught:
         InterpolatedModel(**{**PROFILE, **wrong})
     assert str(caught.value) == message
@@ -206,7 +206,7 @@ def test_a_table_that_is_not_a_sequence_of_rows_is_refused():
     assert str(caught.value) == "decode_itl[0] must be a sequence of numbers, got 1.0"
 
 
-def test_a_file_that_is_not_a_profile_is_named(tmp_path):
+def test_an_unreadable_profile_file_is_named(tmp_path):
     text = tmp_path / "text.npz"
     text.write_text("no zip")
     for path, message in (
@@ -220,7 +220,7 @@ def test_a_file_that_is_not_a_profile_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("name", PROFILE)
-def test_a_missing_array_is_named_with_those_that_are_there(tmp_path, name):
+def test_a_missing_array_is_named_with_the_arrays_of_the_file(tmp_path, name):
     rest = {each: values for each, values in PROFILE.items() if each != name}
     path = write_npz(tmp_path / "a.npz", rest)
     with pytest.raises(ValueError) as caught:
@@ -250,7 +250,7 @@ GOOD = npy([1.0, 2.0])
         (npy([1.0] * 8, shape=(2, 2, 2), fortran=True), "arrays in Fortran order must have 1 or 2 {rest}"),
     ],
 )
-def test_a_member_that_is_not_an_array_of_numbers_is_named(tmp_path, member, message):
+def test_an_npz_member_that_is_not_a_numeric_array_is_named(tmp_path, member, message):
     path = write_npz(tmp_path / "a.npz", {**PROFILE, "prefill_isl": member})
     with pytest.raises(ValueError) as caught:
         InterpolatedModel.from_npz(path)
@@ -273,7 +273,7 @@ def test_a_member_that_is_not_an_array_of_numbers_is_named(tmp_path, member, mes
         ("decode_itl", [1.0, 2.0], "decode_itl must have 2 dimensions, got shape (2,)"),
     ],
 )
-def test_an_array_of_other_dimensions_is_named(tmp_path, name, values, message):
+def test_an_array_with_the_wrong_number_of_dimensions_is_named(tmp_path, name, values, message):
     path = write_npz(tmp_path / "a.npz", {**PROFILE, name: values})
     with pytest.raises(ValueError) as caught:
         InterpolatedModel.from_npz(path)
@@ -281,8 +281,8 @@ def test_an_array_of_other_dimensions_is_named(tmp_path, name, values, message):
 
 
 @pytest.mark.parametrize("compressed", [False, True])
-def test_a_damaged_file_is_a_value_error(tmp_path, compressed):
-    """Whatever byte is wrong: the file is refused, or read as it stands."""
+def test_a_damaged_file_is_read_or_raises_a_value_error(tmp_path, compressed):
+    """A file with any wrong byte is refused, or read as it is."""
     whole = write_npz(tmp_path / "a.npz", PROFILE, compressed=compressed).read_bytes()
     rnd = random.Random(zlib.crc32(whole))
     refusals = []
@@ -308,7 +308,7 @@ def test_a_callable_receives_the_composition_of_a_pass():
     assert calls == [(3, 20, 4), (64, 640, 9)]
 
 
-def test_a_number_is_a_time_that_is_always_the_same():
+def test_a_number_as_performance_model_is_a_constant_time():
     model = CallableModel(prefill=5, decode=0.25)
     assert (model.prefill_ms(3, 20, 4), model.decode_ms(64, 640, 9)) == (5.0, 0.25)
 
@@ -317,7 +317,7 @@ A_TIME = "a finite number of milliseconds of at least 0"
 
 
 @pytest.mark.parametrize("wrong", [-0.5, math.nan, math.inf, None, "5", True], ids=repr)
-def test_a_callable_that_returns_no_time_is_named_with_its_call(wrong):
+def test_an_invalid_time_from_a_callable_is_reported_with_its_arguments(wrong):
     model = CallableModel(lambda *_: wrong, lambda *_: wrong)
     with pytest.raises(ValueError) as caught:
         model.prefill_ms(3, 20, 4)
@@ -337,7 +337,7 @@ def test_an_invalid_time_is_refused(wrong):
 
 
 @pytest.mark.parametrize("time", [Decimal("2.5"), Fraction(5, 2), 2.5], ids=repr)
-def test_any_kind_of_number_is_a_time(time):
+def test_any_numeric_type_is_accepted_as_a_time(time):
     model = CallableModel(lambda *_: time, time)
     for ms in (model.prefill_ms(1, 1, 0), model.decode_ms(1, 1, 1)):
         assert (2.5, float) == (ms, type(ms))
@@ -354,7 +354,7 @@ class OwnModel:
         return -1 if context_length > 10 else 7
 
 
-def test_what_a_user_gives_becomes_a_model():
+def test_a_performance_model_can_be_made_from_none_a_model_or_a_pair():
     polynomial = PolynomialModel("1.6.1")
     assert polynomial == make_performance_model(None, "1.6.1")
     assert polynomial is make_performance_model(polynomial, "1.2.1")
@@ -362,7 +362,7 @@ def test_what_a_user_gives_becomes_a_model():
     assert make_performance_model([lambda *_: 5, lambda *_: 7]).decode_ms(1, 1, 1) == 7.0
 
 
-def test_a_custom_model_is_checked():
+def test_the_times_of_a_custom_model_are_checked():
     own = OwnModel()
     assert isinstance(own, PerformanceModel)
     model = make_performance_model(own)

@@ -1,4 +1,4 @@
-"""The registry of schedulers: what a row says is what engines do."""
+"""The registry of schedulers: engines follow its rows."""
 
 from dataclasses import fields
 
@@ -16,7 +16,7 @@ def args_of(spec, **fields):
 
 
 @ROWS
-def test_an_engine_of_each_release_serves_over_the_default_backend(spec):
+def test_an_engine_of_each_release_serves_requests_over_its_default_backend(spec):
     for semantics in spec.releases:
         with MockEngine(args_of(spec, semantics=semantics, block_size=4)) as engine:
             assert spec.releases[semantics].backend == engine.worker.backend
@@ -26,7 +26,7 @@ def test_an_engine_of_each_release_serves_over_the_default_backend(spec):
 
 
 class RaisesOnce:
-    """A performance model of a user's own, whose first answer of a kind is an error."""
+    """A custom performance model that raises at its first call of each kind."""
 
     def __init__(self, kind):
         self._left = {kind}
@@ -58,7 +58,7 @@ def test_a_performance_model_that_raises_loses_no_request(spec, kind):
 
 
 @ROWS
-def test_missing_arguments_have_the_defaults_of_the_row(spec):
+def test_missing_arguments_take_the_defaults_of_the_scheduler(spec):
     args = args_of(spec)
     release = spec.releases[spec.default_release]
     assert (spec.default_release, release.events_visible, spec.default_block_size) == (
@@ -79,18 +79,18 @@ def test_missing_arguments_have_the_defaults_of_the_row(spec):
         (96, {"engine_type": "sglang", "sglang": {"chunked_prefill_size": 96}}),
     ],
 )
-def test_the_budget_of_a_pass_is_that_of_the_scheduler(expected, fields):
+def test_the_token_budget_of_a_pass_depends_on_the_scheduler(expected, fields):
     assert MockEngineArgs(**fields).budget == expected
 
 
 @ROWS
 def test_the_default_backend_names_its_scheduler(spec):
     for semantics, release in spec.releases.items():
-        is_mock = (spec.name, semantics) == ("trtllm", "1.6.1")  # of TensorRT-LLM; it has the blocks of that of vLLM
+        is_mock = (spec.name, semantics) == ("trtllm", "1.6.1")  # of TensorRT-LLM; it has vLLM's scheduler
         assert ("vllm" if is_mock else spec.name) == backend_spec(release.backend).scheduler
 
 
-def test_a_backend_of_an_unknown_scheduler_is_refused():
+def test_a_backend_with_an_unknown_scheduler_is_refused():
     with pytest.raises(
         ValueError, match=r"^backend 'mine': scheduler must be 'vllm' or 'sglang' or 'trtllm', got 'trt'$"
     ):
@@ -98,10 +98,10 @@ def test_a_backend_of_an_unknown_scheduler_is_refused():
 
 
 def flag_values(name):
-    """The values of a field of `Release` over all rows."""
+    """Return the values of a field of `Release` in all rows."""
     return {getattr(release, name) for spec in SCHEDULERS.values() for release in spec.releases.values()}
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(Release)])
-def test_no_field_of_a_release_has_one_value_in_all_rows(name):
+def test_every_release_field_has_different_values_across_releases(name):
     assert len(flag_values(name)) > 1

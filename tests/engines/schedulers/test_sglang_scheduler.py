@@ -1,4 +1,4 @@
-"""The scheduler over SGLang's own cache: who is admitted, who is retracted, and how long it takes."""
+"""The scheduler over SGLang's own cache: admission, retraction and times."""
 
 from random import Random
 
@@ -28,7 +28,7 @@ def pages(*numbers, tail=0):
 
 
 def run(one, until=1000):
-    """Passes until nothing is open, at most so many."""
+    """Run passes until no request is open, up to a maximum; return them."""
     passes = []
     while not one.is_idle and len(passes) < until:
         passes.append(one.step())
@@ -36,14 +36,14 @@ def run(one, until=1000):
 
 
 def admissions(one, requests):
-    """Numbers of the requests that each pass admits, where it admits any."""
+    """Return the numbers of the requests admitted by each pass that admits any."""
     return [[requests.index(each) for each in done.admitted] for done in run(one) if done.admitted]
 
 
 # ----------------------------------------------------------------------------------------------------- times
 
 
-def test_the_real_cache_computes_the_last_token_of_a_prompt_that_is_cached():
+def test_over_the_real_cache_the_last_token_of_a_cached_prompt_is_computed():
     one = engine(backend="sglang")
     for _ in range(2):
         one.submit([*range(8)], 1)
@@ -58,7 +58,7 @@ def test_speedups_divide_rounded_times():
     assert pytest.approx((done.prefill_ms, done.decode_ms), abs=1e-4) == (16.622887 / 2, 6.809931 / 8)
 
 
-def test_a_decode_worker_charges_no_prefill_and_a_prefill_worker_both():
+def test_a_decode_worker_charges_only_decode_and_a_prefill_worker_both():
     times = []
     for kind in ("decode", "prefill"):
         one = engine(worker_type=kind)
@@ -71,7 +71,7 @@ def test_a_decode_worker_charges_no_prefill_and_a_prefill_worker_both():
 # ------------------------------------------------------------------------------------------------- admission
 
 
-def test_prompts_are_computed_in_chunks_of_whole_pages_and_the_rest_waits_as_the_first():
+def test_prompts_are_chunked_by_whole_pages_and_the_remainder_waits_at_the_front():
     one = engine(sglang={"chunked_prefill_size": 8})
     long, short = one.submit(pages(1, 2, 3, 4, 5, tail=1), 1), one.submit(pages(6), 1)
     passes = run(one)
@@ -79,14 +79,14 @@ def test_prompts_are_computed_in_chunks_of_whole_pages_and_the_rest_waits_as_the
         [(one.requests.index(each.request), each.tokens, each.prefix_tokens) for each in done.scheduled]
         for done in passes
     ]
-    # The rest of 5 takes two pages of the budget, which leaves none for the short one.
+    # The remaining 5 tokens take two pages of the budget, which leaves none for the short prompt.
     assert chunks == [[(0, 8, 0)], [(0, 8, 8)], [(0, 5, 16)], [(1, 4, 0)]]
-    assert (long.reused_tokens, long.status) == (16, "finished")  # its own chunks count
+    assert (long.reused_tokens, long.status) == (16, "finished")  # its own chunks count as reused
     assert [long] == list(passes[0].waiting)[:1]
     assert short.status == "finished"
 
 
-def test_a_first_chunk_matches_at_most_a_chunk_of_what_is_cached():
+def test_the_first_chunk_matches_at_most_one_chunk_of_cached_tokens():
     one = engine(sglang={"chunked_prefill_size": 8})
     one.submit(pages(1, 2, 3, 4), 1)
     one.run()
@@ -99,14 +99,14 @@ def test_a_first_chunk_matches_at_most_a_chunk_of_what_is_cached():
     assert again.first_reused_tokens == 8
 
 
-def test_seats_are_limited():
+def test_max_num_seqs_limits_the_number_of_running_requests():
     one = engine(max_num_seqs=2)
     for number in range(5):
         one.submit(pages(number), 3)
     assert one.step().running == 2
 
 
-def test_a_waiting_request_is_never_passed_over():
+def test_a_request_that_does_not_fit_is_not_overtaken_by_a_smaller_one():
     one = engine(6)
     for number in (1, 2):
         one.submit(pages(number, number + 10, number + 20), 2)
@@ -114,7 +114,7 @@ def test_a_waiting_request_is_never_passed_over():
     assert one.step().running == 1
 
 
-def test_longest_cached_prefix_first():
+def test_lpm_admits_the_longest_cached_prefix_first():
     one = engine(sglang={"schedule_policy": "lpm"}, max_num_seqs=1)
     one.submit(pages(1, 2, 3), 1)
     one.run()
@@ -123,24 +123,24 @@ def test_longest_cached_prefix_first():
     assert admissions(one, requests) == [[2], [4], [1], [0], [3]]
 
 
-def test_of_prompts_that_begin_alike_and_are_not_cached_all_but_the_first_yield():
+def test_of_uncached_prompts_with_a_common_beginning_all_but_the_first_yield():
     one = engine(sglang={"schedule_policy": "lpm"}, max_num_seqs=1)
     alike = [*range(10, 18)]
     prompts = [pages(*alike, 1), pages(*alike, 2), pages(3), pages(*alike)[:-1], pages(*alike)[:-1]]
     requests = [one.submit(prompt, 1) for prompt in prompts]
     order = admissions(one, requests)
     assert order[0] == [0]
-    # Once the first is cached, the second is the one with the longest cached prefix.
+    # Once the first is cached, the second has the longest cached prefix.
     assert order[1] == [1]
     one = engine(sglang={"schedule_policy": "lpm"})
     for prompt in prompts:
         one.submit(prompt, 1)
     admitted = [one.requests.index(request) for request in one.step().admitted]
-    assert admitted == [0, 2, 3, 4, 1]  # one of fewer than 32 tokens yields to none
+    assert admitted == [0, 2, 3, 4, 1]  # a prompt of fewer than 32 tokens yields to no other
 
 
 @pytest.mark.parametrize(("alike", "expected"), [(31, [0, 1, 2]), (32, [0, 2, 1]), (33, [0, 2, 1])])
-def test_prompts_begin_alike_if_their_first_32_tokens_are_the_same(alike, expected):
+def test_prompts_with_the_same_first_32_tokens_yield_to_the_first_of_them(alike, expected):
     one = engine(400, block_size=1, sglang={"schedule_policy": "lpm", "page_size": 1})
     for number in (100, 200):
         one.submit([*range(alike), *range(number, number + 10)], 1)
@@ -148,7 +148,7 @@ def test_prompts_begin_alike_if_their_first_32_tokens_are_the_same(alike, expect
     assert [one.requests.index(request) for request in one.step().admitted] == expected
 
 
-def test_many_waiting_requests_stay_as_they_are():
+def test_more_than_128_waiting_requests_are_not_sorted_by_prefix():
     one = engine(2000, sglang={"schedule_policy": "lpm"}, max_num_seqs=1)
     one.submit(pages(1, 1), 1)
     one.run()
@@ -162,17 +162,17 @@ def test_many_waiting_requests_stay_as_they_are():
 
 
 def crowded():
-    """Three requests that fit, and whose output does not."""
+    """Return an engine and three requests that fit without their output."""
     one = engine(8, sglang={"schedule_conservativeness": 0.0, "clip_max_new_tokens": 0})
     return one, [one.submit(pages(number, number + 10), 9) for number in range(1, 4)]
 
 
-def test_the_request_that_generated_the_fewest_is_retracted_and_waits_as_the_first():
+def test_the_request_with_the_fewest_generated_tokens_is_retracted_to_the_front():
     one, requests = crowded()
     retracted = [(done.preempted, done.waiting) for done in run(one) if done.preempted]
     assert retracted
     preempted, waiting = retracted[0]
-    assert requests[0] is preempted[0]  # all have generated as many: the first of them
+    assert requests[0] is preempted[0]  # all have generated the same number, so it is the first
     assert requests[0].status == "finished"
     assert requests[0].preemptions
     assert preempted[0] is waiting[0]
@@ -180,7 +180,7 @@ def test_the_request_that_generated_the_fewest_is_retracted_and_waits_as_the_fir
     assert 0 == one.metrics.running == one.metrics.waiting
 
 
-def test_a_request_that_comes_back_keeps_its_tokens():
+def test_a_retracted_request_keeps_its_generated_tokens():
     one, requests = crowded()
     kept, back = {}, 0
     while not one.is_idle:
@@ -210,7 +210,7 @@ def test_events_are_visible_when_the_pass_ends():
 
 
 @pytest.mark.parametrize("backend", ["mocker_sglang_1_6", "sglang"])
-def test_an_abort_frees_what_a_request_holds_wherever_it_is(backend):
+def test_an_abort_frees_the_blocks_of_a_running_chunked_or_waiting_request(backend):
     one = engine(20, backend=backend, sglang={"chunked_prefill_size": 8})
     running, chunked = one.submit(pages(1), 5), one.submit(pages(2, 3, 4, 5, tail=1), 5)
     waiting = one.submit(pages(6), 5)
@@ -226,7 +226,7 @@ def test_an_abort_frees_what_a_request_holds_wherever_it_is(backend):
     assert [request.status for request in (running, chunked, waiting)] == ["aborted"] * 3
 
 
-def test_priorities_are_sglangs():
+def test_requests_with_higher_priority_are_admitted_first():
     one = engine(backend="sglang", max_num_seqs=1)
     requests = [one.submit(pages(number), 1, priority=priority) for number, priority in enumerate((0, 5, 5, 9))]
     assert admissions(one, requests) == [[3], [1], [2], [0]]
@@ -234,9 +234,9 @@ def test_priorities_are_sglangs():
         engine(backend="mocker_sglang_1_6").submit(pages(1), 1, priority=3)
 
 
-def test_a_request_that_can_never_continue_is_an_error():
+def test_a_request_that_can_never_be_admitted_stalls_the_engine():
     one = engine(4, sglang={"clip_max_new_tokens": 4, "schedule_conservativeness": 0.0})
-    one.submit(pages(1, 2, 3), 4)  # it fits, and is never admitted: its room must be more than it takes
+    one.submit(pages(1, 2, 3), 4)  # it fits but is never admitted: the free room must exceed what it takes
     with pytest.raises(EngineStalled, match="the engine makes no progress"):
         one.run()
 
@@ -245,7 +245,7 @@ def test_a_request_that_can_never_continue_is_an_error():
 
 
 @pytest.mark.parametrize("backend", ["lineage", "hash_cache", "vllm"])
-def test_only_a_radix_cache_has_this_scheduler(backend):
+def test_the_sglang_scheduler_refuses_backends_without_a_radix_cache(backend):
     with pytest.raises(
         ValueError,
         match="^engine_type 'sglang' schedules over a radix cache, backend sglang or mocker_sglang_1_6; got "
@@ -255,12 +255,12 @@ def test_only_a_radix_cache_has_this_scheduler(backend):
 
 
 @pytest.mark.parametrize("backend", ["mocker_sglang_1_6", "sglang"])
-def test_a_radix_cache_has_no_other_scheduler(backend):
+def test_a_radix_cache_refuses_other_schedulers(backend):
     with pytest.raises(ValueError, match=f"^engine_type 'vllm' cannot schedule over backend '{backend}'"):
         MockEngine(MockEngineArgs(block_size=SIZE), backend=backend)
 
 
-def test_the_cache_of_dynamos_mock_is_refused():
+def test_the_dynamo_mock_of_sglang_is_refused_for_other_semantics():
     with pytest.raises(
         ValueError, match=r"^the backend 'mocker_sglang_1_6' is of 1\.6\.1, and its engine semantics='mixed'$"
     ):
@@ -273,7 +273,7 @@ def test_the_cache_of_dynamos_mock_is_refused():
 @pytest.mark.parametrize("backend", ["sglang", "mocker_sglang_1_6"])
 @pytest.mark.parametrize("page_size", few([4, 16]))
 @pytest.mark.parametrize("seed", range(12))
-def test_passes_in_one_go_are_the_same_passes(seed, backend, page_size):
+def test_passes_in_one_go_equal_passes_one_by_one(seed, backend, page_size):
     rng = Random(seed)
     fields = {"block_size": page_size, "num_gpu_blocks": rng.choice([12, 24, 60]), "max_num_seqs": rng.choice([2, 64])}
     options = {"page_size": page_size, "chunked_prefill_size": page_size * rng.choice([2, 16])}
@@ -320,7 +320,7 @@ REQUESTS = st.lists(
         }
     ),
 )
-def test_all_is_served_and_every_event_is_sound(requests, num_gpu_blocks, backend, options):
+def test_any_requests_are_served_without_event_errors_or_leaks(requests, num_gpu_blocks, backend, options):
     profile = EngineProfile(block_size=SIZE, num_blocks=num_gpu_blocks)
     harness = RouterHarness(profile, BACKENDS[backend])
     worker = harness.worker(0)
@@ -333,7 +333,7 @@ def test_all_is_served_and_every_event_is_sound(requests, num_gpu_blocks, backen
             one.submit(Prompt(pages(*numbers, tail=tail)), output)
     try:
         report = one.run()
-    except EngineStalled:  # the original hangs there, too
+    except EngineStalled:  # the original hangs there too
         return
     assert set(report.completed) == set(report.requests)
     assert all(len(request.token_ms) == request.max_output_tokens for request in report.requests)

@@ -1,4 +1,4 @@
-"""Virtual time: whole nanoseconds, ties to even, and the order of sums."""
+"""Virtual time: whole nanoseconds, ties to even, and the order of summation."""
 
 from fractions import Fraction
 
@@ -28,7 +28,7 @@ def test_seconds_are_rounded_to_whole_nanoseconds_ties_to_even(seconds, nanoseco
 
 
 @given(st.floats(min_value=0, max_value=1e9))
-def test_rounding_is_exact(seconds):
+def test_durations_are_rounded_exactly(seconds):
     assert round(Fraction(seconds) * 10**9) == whole_nanoseconds(seconds)
 
 
@@ -42,18 +42,18 @@ def test_a_value_that_is_not_a_duration_is_refused(seconds):
     ("ms", "speedup", "rounded"),
     [
         (16.6237244, 1.0, 16.623724),
-        (16.6237244, 0.0, 16.623724),  # 0 divides by nothing
+        (16.6237244, 0.0, 16.623724),  # 0 means no division
         (16.6237244, 2.0, 8.311862),
-        (0.000003, 2.0, 0.000001),  # the half of three nanoseconds is, as a float, below 1.5
+        (0.000003, 2.0, 0.000001),  # as a float, half of three nanoseconds is below 1.5
         (10.0, 3.0, 3.333333),
         (10.0, 0.5, 20.0),
     ],
 )
-def test_a_speedup_divides_the_rounded_time_which_is_rounded_again(ms, speedup, rounded):
+def test_a_speedup_divides_the_rounded_time_and_rounds_it_again(ms, speedup, rounded):
     assert rounded == pytest.approx(rounded_ms(ms, speedup), abs=1e-12)
 
 
-def test_passes_in_one_go_are_summed_one_by_one():
+def test_the_times_of_passes_in_one_go_are_summed_one_by_one():
     ends, at = [], 0.1
     for _ in range(1000):
         at += 7.337134

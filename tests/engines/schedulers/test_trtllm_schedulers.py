@@ -1,4 +1,4 @@
-"""TensorRT-LLM's own scheduler, worked by hand from its rules as they were read: it did not run."""
+"""TensorRT-LLM's own scheduler, worked out by hand from the rules in its source: the original did not run."""
 
 import pytest
 
@@ -18,12 +18,12 @@ def made(policy, backend=V1, blocks=8, **fields):
 
 
 def prompt(number, tokens=8):
-    """A prompt that shares nothing with another of another number."""
+    """Return a prompt that shares no token with prompts of other numbers."""
     return range(100 * number, 100 * number + tokens)
 
 
 def chunks(done):
-    """What a pass computed of prompts: which request, so many tokens, behind so many."""
+    """Return the prompt chunks of a pass: request, number of tokens, tokens before them."""
     return [(each.request.opened, each.tokens, each.prefix_tokens) for each in done.scheduled if each.prompt_tokens]
 
 
@@ -34,9 +34,9 @@ def computed(done):
 # ------------------------------------------------------------------------------------------------- GUARANTEED_NO_EVICT
 
 
-def test_a_request_starts_once_all_that_it_may_generate_has_room():
-    """3 blocks each to their end, 8 + 4 tokens: two of 8 blocks' four are admitted, and the third waits though 4 are
-    free.
+def test_guaranteed_no_evict_starts_a_request_once_its_whole_output_has_room():
+    """Each request needs 3 blocks for 8 + 4 tokens: of 8 blocks, two requests get 2 each; the third waits, although 4
+    blocks are free.
     """
     engine = made("guaranteed_no_evict")
     requests = [engine.submit(prompt(number), 4) for number in range(3)]
@@ -47,10 +47,8 @@ def test_a_request_starts_once_all_that_it_may_generate_has_room():
     assert [(each.status, each.generated_tokens, each.preemptions) for each in requests] == [("finished", 4, 0)] * 3
 
 
-def test_cached_blocks_are_not_subtracted():
-    """5 of 8 blocks are reserved, 3 free: a second request that hits two blocks in use needs one more, and counts
-    three.
-    """
+def test_guaranteed_no_evict_does_not_subtract_cached_blocks_from_the_need():
+    """5 of 8 blocks are reserved, 3 free: a second request that hits two blocks in use needs one but counts three."""
     engine = made("guaranteed_no_evict", blocks=7)
     engine.submit(prompt(0, 13), 7)
     engine.step()
@@ -58,22 +56,22 @@ def test_cached_blocks_are_not_subtracted():
     assert engine.step().admitted == []
 
 
-def test_the_first_that_does_not_fit_ends_admission():
+def test_the_first_request_that_does_not_fit_ends_admission():
     engine = made("guaranteed_no_evict")
     for number, output in enumerate((4, 20, 4)):
         engine.submit(prompt(number), output)
     assert [each.opened for each in engine.step().admitted] == [0]
 
 
-def test_at_most_n_requests_start():
+def test_at_most_max_num_seqs_requests_start():
     engine = made("guaranteed_no_evict", blocks=64, max_num_seqs=2)
     for number in range(3):
         engine.submit(prompt(number), 4)
     assert [each.opened for each in engine.step().admitted] == [0, 1]
 
 
-def test_a_shorter_window_needs_itself_and_the_block_by_which_it_slides():
-    """Of 8 + 60 tokens the longer window needs 17 of its blocks; the shorter one 8, and one while it slides."""
+def test_a_shorter_window_needs_its_blocks_and_one_more_for_sliding():
+    """For 8 + 60 tokens the longer window needs 17 of its blocks; the shorter one 8, plus one while it slides."""
     engine = made("guaranteed_no_evict", TWO_WINDOWS, blocks=32)
     driver = engine.inside.scheduler._driver
     state = engine.submit(prompt(0), 60).state
@@ -85,7 +83,7 @@ def test_a_shorter_window_needs_itself_and_the_block_by_which_it_slides():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", [V1, V2])
-def test_a_request_that_would_compute_the_same_block_waits_and_hits_it(policy, backend):
+def test_a_request_waits_for_and_hits_a_block_that_another_request_computes(policy, backend):
     engine = made(policy, backend, blocks=32)
     for _ in range(2):
         engine.submit(prompt(0), 4)
@@ -94,8 +92,8 @@ def test_a_request_that_would_compute_the_same_block_waits_and_hits_it(policy, b
 
 
 @pytest.mark.parametrize(("backend", "together"), [(V1, False), (V2, True)])
-def test_v1_compares_a_block_without_its_ancestors(backend, together):
-    """Two cached blocks that differ, and one equal block behind each."""
+def test_v1_compares_blocks_without_their_ancestors_and_v2_with_them(backend, together):
+    """Two different cached blocks are each followed by an equal block."""
     engine = made("max_utilization", backend, blocks=32)
     for number in (1, 2):
         engine.submit([*prompt(number, 4), 0], 1)
@@ -115,8 +113,8 @@ def test_with_several_windows_no_request_waits():
 # ----------------------------------------------------------------------------------------------------- MAX_UTILIZATION
 
 
-def test_the_last_started_is_paused_and_comes_back_as_a_prompt_of_all_its_tokens():
-    """Two of 8 tokens have two blocks each of five: with the first token of output each needs a third, and one is
+def test_the_last_started_request_is_paused_and_recomputes_all_its_tokens_as_a_prompt():
+    """Two requests of 8 tokens have two of five blocks each: for the first output token each needs a third, but one is
     free.
     """
     engine = made("max_utilization", blocks=5)
@@ -130,15 +128,15 @@ def test_the_last_started_is_paused_and_comes_back_as_a_prompt_of_all_its_tokens
         ("finished", 6, 0),
         ("finished", 6, 1),
     ]
-    assert [found for _, found in last.admissions] == [0, 4]  # the first one took one of the two blocks that it left
+    assert [found for _, found in last.admissions] == [0, 4]  # the first request took one of its two blocks
 
 
-def test_no_request_after_a_paused_one_is_considered():
+def test_no_request_is_admitted_after_a_paused_one():
     engine = made("max_utilization", blocks=5)
     for number in range(2):
         engine.submit(prompt(number), 6)
     engine.step()
-    engine.submit(prompt(2, 3), 1)  # the two blocks of the paused one would do
+    engine.submit(prompt(2, 3), 1)  # the two blocks of the paused request would be enough
     assert engine.step().admitted == []
 
 
@@ -151,7 +149,7 @@ def test_a_new_prompt_pauses_no_earlier_request():
     assert (done.admitted, done.preempted) == ([], [])
 
 
-def test_blocks_that_another_shares_are_not_free_when_one_is_paused():
+def test_pausing_a_request_does_not_free_the_blocks_that_another_request_shares():
     engine = made("max_utilization", blocks=16)
     for tail in range(2):
         engine.submit([*prompt(0), 90 + tail], 6)
@@ -174,17 +172,17 @@ def test_v2_suspends_a_request_and_moves_its_pages_to_the_host():
     assert engine.inside.scheduler._driver.is_suspended(last.state)
     engine.run()
     assert [(each.status, each.generated_tokens) for each in (first, last)] == [("finished", 6)] * 2
-    assert [tokens for _, tokens in last.admissions] == [0]  # it never came back as a prompt
+    assert [tokens for _, tokens in last.admissions] == [0]  # it was never recomputed as a prompt
 
 
-def test_v2_without_a_level_below_has_it_come_back_as_a_prompt():
+def test_without_a_host_level_a_suspended_request_of_v2_is_recomputed():
     engine = made("max_utilization", V2, blocks=5)
     _, last = (engine.submit(prompt(number), 6) for number in range(2))
     engine.run()
     assert (last.status, last.generated_tokens, last.preemptions, len(last.admissions)) == ("finished", 6, 1, 2)
 
 
-def test_over_v2_one_policy_stands_in_for_the_other():
+def test_over_v2_both_capacity_policies_use_the_suspending_scheduler():
     schedulers = [made(policy, V2).inside.scheduler for policy in POLICIES]
     assert [type(each).__name__ for each in schedulers] == ["SuspendingScheduler"] * 2
 
@@ -193,16 +191,16 @@ def test_over_v2_one_policy_stands_in_for_the_other():
 
 
 @pytest.mark.parametrize("backend", [V1, V2])
-def test_first_come_first_served_cuts_to_whole_blocks(backend):
-    """A budget of 22 for prompts of 10, 10 and 6: the third has 2 left, less than a block, and waits."""
+def test_first_come_first_served_chunks_prompts_at_whole_blocks(backend):
+    """A budget of 22 for prompts of 10, 10 and 6 leaves 2 for the third, less than a block, so it waits."""
     engine = made("guaranteed_no_evict", backend, blocks=64, max_num_batched_tokens=22)
     for number, tokens in enumerate((10, 10, 6)):
         engine.submit(prompt(number, tokens), 4)
     assert chunks(engine.step()) == [(0, 10, 0), (1, 10, 0)]
 
 
-def test_equal_progress_gives_a_block_to_each_in_turn():
-    """A budget of 22 is five blocks of 4 and 2 tokens that are too few for anybody."""
+def test_equal_progress_gives_one_block_to_each_prompt_in_turn():
+    """A budget of 22 is five blocks of 4, plus 2 tokens that are too few for any prompt."""
     policy = {"context_chunking_policy": "equal_progress"}
     engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=22, **policy)
     for number in range(3):
@@ -210,21 +208,21 @@ def test_equal_progress_gives_a_block_to_each_in_turn():
     assert chunks(engine.step()) == [(0, 8, 0), (1, 8, 0), (2, 4, 0)]
 
 
-def test_with_cuts_last_chunks_come_behind_the_others():
+def test_with_chunking_last_chunks_are_ordered_behind_the_others():
     engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=16)
     engine.submit(prompt(0, 6), 4)
     engine.submit(prompt(1, 20), 4)
     assert computed(engine.step()) == [(1, 8), (0, 6)]
 
 
-def test_without_chunks_a_prompt_that_is_too_much_ends_the_pass():
+def test_without_chunking_a_prompt_beyond_the_budget_ends_the_pass():
     engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=16, enable_chunked_prefill=False)
     for number, tokens in enumerate((10, 10, 6)):
         engine.submit(prompt(number, tokens), 4)
     assert computed(engine.step()) == [(0, 10)]
 
 
-def test_those_that_generate_are_counted_first():
+def test_generating_requests_count_first_against_the_token_budget():
     engine = made("guaranteed_no_evict", blocks=64, max_num_batched_tokens=12)
     engine.submit(prompt(0), 4)
     engine.step()
@@ -232,9 +230,9 @@ def test_those_that_generate_are_counted_first():
     assert computed(engine.step()) == [(1, 8), (0, 1)]
 
 
-def test_v1_budgets_a_prompt_before_its_hits_are_known_and_v2_after():
-    """Of 17 tokens 16 are cached: in a budget of 8, V1 cuts what it takes for 17, and has room for one prompt; V2
-    for two.
+def test_v1_budgets_a_prompt_without_its_hits_and_v2_with_them():
+    """16 of 17 tokens are cached: in a budget of 8, V1 counts 17 tokens, chunks them and has room for one prompt;
+    V2 has room for two.
     """
     served = {}
     for backend in (V1, V2):
@@ -248,7 +246,7 @@ def test_v1_budgets_a_prompt_before_its_hits_are_known_and_v2_after():
     assert served == {V1: [(2, 1)], V2: [(2, 1), (3, 1)]}
 
 
-def test_a_pass_is_sorted_by_adapter():
+def test_the_requests_of_a_pass_are_sorted_by_adapter():
     engine = made("guaranteed_no_evict", blocks=64)
     for number, name in enumerate(("one", "two", "one", None)):
         engine.submit(Prompt(prompt(number), lora_name=name), 4)
@@ -260,7 +258,7 @@ def test_a_pass_is_sorted_by_adapter():
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("backend", [V1, V2, V2_WITH_HOST], ids=[V1, V2, V2_WITH_HOST.name])
-def test_a_fleet_serves_a_trace(policy, backend):
+def test_a_fleet_of_trtllm_engines_serves_a_trace(policy, backend):
     trace = [TraceRequest(7.0 * turn, 64, 24, (turn % 3, 3 + turn % 7, 100 + turn, 200 + turn)) for turn in range(30)]
     engines = [made(policy, backend, blocks=12, block_size=16) for _ in range(2)]
     report = Fleet(engines, RoundRobin()).run(trace)
@@ -269,7 +267,7 @@ def test_a_fleet_serves_a_trace(policy, backend):
 
 
 @pytest.mark.parametrize("backend", [V1, V2])
-def test_passes_in_one_go_are_the_same_passes(backend):
+def test_passes_in_one_go_equal_passes_one_by_one(backend):
     reports = []
     for listens in (False, True):
         engine = made("max_utilization", backend, blocks=40)
@@ -288,7 +286,7 @@ def test_an_unknown_policy_is_refused():
         MockEngineArgs(engine_type="trtllm", semantics="static")
 
 
-def test_the_scheduler_refuses_other_caches():
+def test_the_trtllm_scheduler_refuses_other_backends():
     with pytest.raises(
         ValueError,
         match=r"^semantics='max_utilization' of engine_type 'trtllm' schedules over trtllm or trtllm_v2; got 'vllm'",
@@ -296,11 +294,11 @@ def test_the_scheduler_refuses_other_caches():
         made("max_utilization", "vllm")
 
 
-def test_how_prompts_share_a_pass_is_for_its_own_scheduler():
+def test_context_chunking_policy_is_refused_without_the_trtllm_scheduler():
     with pytest.raises(ValueError, match=r"^context_chunking_policy is for TensorRT-LLM's own scheduler"):
         MockEngineArgs(context_chunking_policy="equal_progress")
 
 
-def test_its_policy_is_written_to_json():
+def test_the_capacity_scheduler_policy_is_written_to_json():
     written = MockEngineArgs(engine_type="trtllm", semantics="max_utilization").to_dict()
     assert written["engine"]["trtllm"] == {"capacity_scheduler_policy": "max_utilization"}

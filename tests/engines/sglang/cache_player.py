@@ -1,4 +1,4 @@
-"""Plays the operations that all recordings of SGLang's caches have, as its scheduler calls a cache."""
+"""Play the operations common to all recordings of SGLang's caches, as its scheduler calls a cache."""
 
 import json
 import zlib
@@ -13,10 +13,10 @@ class CachePlayer:
     """Plays the operations of one program.
 
     Attributes:
-        names: by the name of a page in events, its number in the recording.
-        requests: those that run, by name.
-        waiting: those that wait for their storage, by name.
-        as_rows: whether a recorded tree is its rows, or their CRC.
+        names: the number of each page in the recording, by its name in events.
+        requests: the running requests, by name.
+        waiting: the requests that wait for their storage, by name.
+        as_rows: whether a recorded tree consists of its rows, instead of their CRC.
     """
 
     as_rows = False
@@ -29,31 +29,31 @@ class CachePlayer:
         self.manager = self.make_manager(program)
 
     def make_manager(self, program):
-        """The cache of a program."""
+        """Return the cache of a program."""
         raise NotImplementedError
 
     def add(self, request, limit, held):
-        """Try to admit a request, of which at most `limit` tokens are computed at once; 0: all.
+        """Try to admit a request and compute at most `limit` of its tokens at once; 0: all.
 
-        `held` are pages, pages of windows, and slots that the batch has taken so far. Returns the
-        answer, up to which token the request is computed, and what it takes, as `held` has it.
+        `held` counts the pages, pages of windows, and slots that the batch has taken so far. Returns the
+        answer, the token up to which the request is computed, and what it takes, in the form of `held`.
         """
         raise NotImplementedError
 
     def sizes(self):
-        """What is free, evictable and protected, as recorded."""
+        """Return the free, evictable and protected sizes in the form of the recordings."""
         raise NotImplementedError
 
     def row(self, node):
-        """A node of the tree, as recorded."""
+        """Return a node of the tree in the form of the recordings."""
         raise NotImplementedError
 
     def tokens(self, node):
-        """The tokens of a node, page by page, which children are sorted by."""
+        """Return the tokens of a node, page by page; children are sorted by them."""
         raise NotImplementedError
 
     def answer(self, number, step):
-        """What ours says to a step: its fields, as recorded."""
+        """Return the answer of our cache to a step, with the fields of the recordings."""
         raise NotImplementedError
 
     # ---------------------------------------------------------------------------------------------- operations
@@ -102,7 +102,7 @@ class CachePlayer:
         self.manager.checkpoint(request)
 
     def end_pass(self):
-        """What follows a pass of the model."""
+        """Do what follows a pass of the model."""
 
     def play_chunk(self, name, limit):
         request = self.requests[name]
@@ -121,7 +121,7 @@ class CachePlayer:
         return {"done": done, "lengths": lengths}
 
     def steps(self, names, rows, begin, end):
-        """Make a step for each row, while there is room; returns how many were made."""
+        """Make a step for each row while there is room; returns the number of steps."""
         requests = [self.requests[name] for name in names]
         done = 0
         for row in rows:
@@ -148,7 +148,7 @@ class CachePlayer:
         return [self.row_of(event) for event in self.manager.take_events()]
 
     def row_of(self, event):
-        """An event as recorded."""
+        """Return an event in the form of the recordings."""
         data = event.data
         if isinstance(data, Stored):
             parent = None if data.parent_hash is None else self.names.get(data.parent_hash)
@@ -174,7 +174,7 @@ class CachePlayer:
         for number, step in enumerate(program["steps"]):
             try:
                 wrong = unlike(step, {"op": step["op"], **player.answer(number, step)})
-            except Exception as error:  # noqa: BLE001 - a program that cannot be played differs
+            except Exception as error:  # noqa: BLE001 - a program that cannot be played counts as different
                 yield number, [("error", None, repr(error))]
                 return
             if wrong:
@@ -182,7 +182,7 @@ class CachePlayer:
 
     @classmethod
     def played(cls, programs):
-        """Each program's name, and what differs in its first steps that differ, or None."""
+        """Yield each program's name with the differences in its first different steps, or None."""
         for program in programs:
             texts = (
                 in_lines(f"step {number} {program['steps'][number]['op'][0]}:", rows)

@@ -1,4 +1,4 @@
-"""SGLang's radix tree as it is described, without any thought of speed: what ours is compared with."""
+"""SGLang's radix tree as described, without optimization: the reference for our cache."""
 
 import heapq
 from itertools import count, takewhile
@@ -22,7 +22,7 @@ class PlainNode:
 
 
 class PlainTree:
-    """Pages are tuples of tokens, of a namespace too where they are the first."""
+    """A tree whose pages are tuples of tokens; a first page also contains its namespace."""
 
     def __init__(self, policy):
         self.key = KEYS[policy]
@@ -30,7 +30,7 @@ class PlainTree:
         self.root = PlainNode(None, [], 0)
 
     def walk(self, pages):
-        """(node, pages passed) for each step of the longest common path; the last node is split where it must be."""
+        """Yield (node, pages passed) for each step of the longest common path; the last node is split if necessary."""
         now, node, at = next(self.clock), self.root, 0
         while at < len(pages):
             child = next((c for c in node.children if c.pages[0] == pages[at]), None)

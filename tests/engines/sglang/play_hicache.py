@@ -1,8 +1,8 @@
-"""Plays recorded programs of SGLang's HiCache, and compares every field of every step.
+"""Play recorded programs of SGLang's HiCache, and compare every field of every step.
 
     python tests/engines/sglang/play_hicache.py FILE...
 
-It prints what differs by program and step, `N of M programs equal` last, and exits with 1 if any differs.
+It prints the differences by program and step, `N of M programs equal` last, and exits with 1 if any program differs.
 """
 
 import sys
@@ -35,9 +35,9 @@ class Player(CachePlayer):
     """Plays the operations of one program as SGLang's scheduler calls the cache.
 
     Attributes:
-        hold: at each how many steps events are taken.
-        stash: whether a chunk waits for the next step of the scheduler with its checkpoint.
-        stashed: the requests that wait for it.
+        hold: the number of steps after which events are taken.
+        stash: whether the checkpoint of a chunk waits for the next step of the scheduler.
+        stashed: the requests whose checkpoints wait.
     """
 
     def __init__(self, program):
@@ -48,11 +48,11 @@ class Player(CachePlayer):
         super().__init__(program)
 
     def make_manager(self, program, **more):
-        """The cache of a program.
+        """Return the cache of a program.
 
         Args:
-            program: as recorded.
-            more: options of a cache with windows, states or pairs.
+            program: the recorded program.
+            more: the options of a cache with windows, states or pairs.
         """
         options = {ours: program[theirs] for theirs, ours in STORAGE_OPTIONS.items() if theirs in program}
         self.storage = HostStorage(PageStore(), **options) if program.get("storage") else None
@@ -135,8 +135,8 @@ class Player(CachePlayer):
         if found.to_load:
             loaded = answer["load"] = manager.load(request)
             more = max(0, loaded - found.host_pages * self.size)
-            # SGLang's scheduler keeps the length that it approved (`schedule_policy.py`, add_one_req). What
-            # recorded these did not where the load reached beyond the cut: one program shows it.
+            # SGLang's scheduler keeps the length that it approved (`schedule_policy.py`, add_one_req). The
+            # recording did not where the load reached beyond the cut: one program shows this.
             upto = len(request) if more and request.computed > upto else min(len(request), upto + more)
             if loaded < found.host_pages * self.size:
                 upto = self.cut(request.computed, len(request), limit)

@@ -1,8 +1,8 @@
-"""Plays recorded programs of SGLang's hybrid cache, and compares every field of every step.
+"""Play recorded programs of SGLang's hybrid cache, and compare every field of every step.
 
     python tests/engines/sglang/play_hybrid.py FILE...
 
-It prints what differs by program and step, `N of M programs equal` last, and exits with 1 if any differs.
+It prints the differences by program and step, `N of M programs equal` last, and exits with 1 if any program differs.
 """
 
 import sys
@@ -43,7 +43,7 @@ def geometry_of(program):
 
 
 def speculative_of(program):
-    """The speculative decoding of a program; those of older recordings say `eagle`, and decode token by token."""
+    """Return the speculative decoding of a program; older recordings name it `eagle`, and decode token by token."""
     if "algorithm" in program:
         steps = program["steps_of_draft"]
         return SglangSpeculative(program["algorithm"], steps, program["topk"], program["draft_tokens"])
@@ -124,9 +124,7 @@ class Player(CachePlayer):
 
 
 def is_complete(manager):
-    """Whether free, evictable and protected, with what requests have, are all that there is: of pages, windows,
-    slots.
-    """
+    """Return whether free, evictable, protected and request-owned units add up to all pages, windows and slots."""
     requests, tree = manager.requests, manager._tree
     own = sum(request.allocated - request.protected for request in requests)
     sums = [(manager.num_blocks, manager._free, tree.evictable, tree.protected, own)]

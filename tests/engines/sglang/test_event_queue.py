@@ -1,4 +1,4 @@
-"""What goes on with the event before it, in SGLang's queue, and what does not."""
+"""SGLang's event queue: which events are merged with the previous event."""
 
 import pytest
 
@@ -17,7 +17,7 @@ NEXT = {
 
 
 @pytest.mark.parametrize("case", NEXT)
-def test_a_stored_after_a_stored(case):
+def test_two_consecutive_stored_are_merged_only_if_the_second_continues_the_first(case):
     then, expected = NEXT[case]
     queue = EventQueue()
     for stored in (FIRST, then):
@@ -26,7 +26,7 @@ def test_a_stored_after_a_stored(case):
     assert (expected or [FIRST[1:4], then[1:4]]) == taken
 
 
-def test_an_event_in_between_keeps_two_events_apart():
+def test_events_of_one_kind_are_not_merged_across_an_event_of_another_kind():
     queue = EventQueue()
     queue.stored(*FIRST)
     queue.removed([2])

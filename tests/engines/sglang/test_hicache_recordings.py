@@ -1,4 +1,4 @@
-"""The recordings of SGLang 0.5.23's HiCache, step by step; and what an index and a ledger make of their events."""
+"""The recordings of SGLang 0.5.23's HiCache, step by step, and their events in an index and a ledger."""
 
 import gzip
 import json
@@ -34,7 +34,7 @@ def test_every_recorded_program_is_played(recording):
     assert {program["kind"] for program in recording(FILE)} == KINDS
 
 
-def test_the_player_says_what_differs_and_fails(recording, tmp_path, capsys):
+def test_the_player_prints_differences_and_exits_with_1(recording, tmp_path, capsys):
     program, other = programs_of(recording, "through")[:2]
     program["steps"][3]["sizes"][0] += 1
     path = tmp_path / "programs.json.gz"
@@ -48,7 +48,7 @@ def test_the_player_says_what_differs_and_fails(recording, tmp_path, capsys):
 
 
 class Follower:
-    """Gives what a player publishes to a ledger and an index, and keeps by hand what each medium has."""
+    """Pass the events of a player to a ledger and an index, and record the contents of each medium independently."""
 
     def __init__(self, play):
         self.play, self.taken = play, 0
@@ -58,7 +58,7 @@ class Follower:
         self.held = {DEVICE: set(), HOST: set()}
 
     def take(self):
-        """Take the events that wait; returns what the ledger finds."""
+        """Take the pending events; returns the findings of the ledger."""
         problems = []
         for taken in self.play.manager.take_events():
             data, tier = taken.data, taken.tier
@@ -78,7 +78,7 @@ class Follower:
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_each_medium_has_what_its_events_say_and_the_ledger_finds_nothing(recording, kind):
+def test_events_agree_with_the_pages_of_each_medium_and_pass_the_ledger(recording, kind):
     for program in programs_of(recording, kind):
         play = play_hicache.Player(program)
         follower = Follower(play)
@@ -94,7 +94,7 @@ def test_each_medium_has_what_its_events_say_and_the_ledger_finds_nothing(record
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-def test_the_reference_index_answers_each_probe_as_the_engine_does(recording, kind):
+def test_the_reference_index_answers_each_probe_like_the_engine(recording, kind):
     probes = 0
     for program in programs_of(recording, kind):
         play = play_hicache.Player(program)
@@ -113,7 +113,7 @@ def test_the_reference_index_answers_each_probe_as_the_engine_does(recording, ki
     assert probes
 
 
-def test_a_copy_that_is_ordered_and_not_acknowledged_is_not_promised(recording):
+def test_a_host_copy_is_not_resident_before_it_is_acknowledged(recording):
     program = next(
         each for each in programs_of(recording, "scenario") if each["name"] == "locked until the copy is done"
     )

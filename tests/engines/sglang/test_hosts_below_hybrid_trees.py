@@ -1,5 +1,5 @@
-"""SGLang's HiCache below windows, states and pairs: the recordings, step by step, and what a router can make of the
-events.
+"""SGLang's HiCache below windows, states and pairs: the recordings, step by step, and what a router can conclude
+from the events.
 """
 
 from random import Random
@@ -49,7 +49,7 @@ def test_programs_give_the_recorded_answers_events_sizes_and_trees(recording, ki
 
 
 class Names:
-    """A sink that keeps what events say is in each tier, and how often a Removed named what was not there."""
+    """A sink that records the contents of each tier by the events, and counts each Removed of a missing block."""
 
     def __init__(self):
         self.tiers = {DEVICE: set(), HOST: set()}
@@ -64,7 +64,7 @@ class Names:
             names.difference_update(data.block_hashes)
 
     def promised(self, manager, prompt):
-        """Pages of a prompt that events promise on either tier, and those that full attention has there."""
+        """Return the pages of a prompt that events promise on either tier, and those that full attention has there."""
         request = manager.request(prompt, Random(0))
         names = request.tokens.names[: (len(prompt.tokens) - 1) // manager.block_size]
         there = self.tiers[DEVICE] | self.tiers[HOST]
@@ -74,7 +74,7 @@ class Names:
 
 @pytest.mark.parametrize("write_policy", ["write_through", "write_through_selective", "write_back"])
 @pytest.mark.parametrize("model", MODELS)
-def test_events_say_what_full_attention_has_on_both_tiers(model, write_policy):
+def test_events_equal_the_pages_of_full_attention_on_both_tiers(model, write_policy):
     options, names, rng = MODELS[model], Names(), Random(1)
     if write_policy == "write_back" and model not in {"sglang_qwen3_next", "sglang_eagle"}:
         with pytest.raises(ValueError, match="write_policy 'write_back' of sglang is not for models with windows"):
@@ -116,7 +116,7 @@ def test_events_say_what_full_attention_has_on_both_tiers(model, write_policy):
     assert refused < STEPS
 
 
-def test_pages_on_the_host_are_used_with_their_window():
+def test_a_prompt_is_loaded_back_from_the_host_with_its_window():
     worker = KvWorker(
         lambda into: create_manager("sglang_gpt_oss", num_blocks=40, sink=into, tiers={"host": 80}),
         rng=Random(0),
@@ -132,7 +132,7 @@ def test_pages_on_the_host_are_used_with_their_window():
 
 
 @pytest.mark.parametrize("model", ["sglang_gpt_oss", "sglang_qwen3_next", "sglang_eagle", "sglang_deepseek_v4"])
-def test_an_engine_over_a_host_is_in_sync_with_its_events(model):
+def test_an_engine_over_a_host_stays_in_sync_with_its_events(model):
     options, rng = MODELS[model], Random(3)
     tiers = {"host": 2 * options["num_blocks"], "gbps": 1.0, "bytes_per_token": 250_000 // options["block_size"]}
     kv = RouterHarness(EngineProfile(workers=1, tiers=tiers, **options), model, engine={"performance_model": (1, 1)})
@@ -151,7 +151,7 @@ def test_an_engine_over_a_host_is_in_sync_with_its_events(model):
 
 @each_parameter
 @pytest.mark.parametrize("model", ["sglang_gpt_oss", "sglang_qwen3_next", "sglang_deepseek_v4", "sglang_eagle"])
-def test_a_storage_has_windows_and_states_as_far_as_a_prompt_can_be_resumed_from(model):
+def test_storage_holds_windows_and_states_only_where_a_prompt_can_be_resumed(model):
     size = MODELS[model]["block_size"]
     tiers = {"host": 2 * MODELS[model]["num_blocks"], "storage": True, "prefetch_threshold": size}
     with RouterHarness(EngineProfile(workers=2, tiers=tiers, **MODELS[model]), model) as kv:
@@ -159,16 +159,16 @@ def test_a_storage_has_windows_and_states_as_far_as_a_prompt_can_be_resumed_from
         kv.worker(0).storage.fill(tokens)
         longer = [*tokens, 7, 8]
         has_parts = model != "sglang_eagle"
-        pages = 12 if has_parts else 11  # of pairs
+        pages = 12 if has_parts else 11  # pages of pairs
         assert kv.reusable(longer, tier="storage") == {0: pages * size, 1: pages * size}
         assert kv.worker(1).serve(longer).cached_tokens == pages * size
         kv.worker(0).storage.lose(tokens, 10)
-        # With pages a hit loses the window or state that it ended with, and has no other.
+        # With pages a hit loses the window or state at its end, and has no other.
         assert kv.reusable(longer, tier="storage") == ({} if has_parts else {0: 10 * size})
         kv.assert_in_sync()
 
 
-def test_states_with_drafts_are_refused_over_a_host():
+def test_a_model_with_states_and_drafts_is_refused_over_a_host():
     with pytest.raises(ValueError, match="tiers of sglang are not for states with drafts: no recording has both"):
         create_manager(
             "sglang_qwen3_next", num_blocks=64, block_size=64, tiers={"host": 8}, speculative=SglangSpeculative()

@@ -1,4 +1,4 @@
-"""Workers and engines over SGLang's cache of a hybrid model: what they ask for, hold and give back."""
+"""Workers and engines over SGLang's cache of a hybrid model: what they request, hold and free."""
 
 from random import Random
 
@@ -40,33 +40,34 @@ def new_worker(num_blocks=64, block_size=4, *, prefix_caching=True, chunk=None, 
     return worker
 
 
-def test_it_drives_a_hybrid_cache_and_nothing_else():
+def test_a_hybrid_radix_driver_refuses_a_plain_radix_cache():
     with pytest.raises(
         ValueError, match=r"^a HybridRadixDriver drives a HybridCacheManager, got <RadixCacheManager sglang: "
     ):
         HybridRadixDriver(create_manager("sglang", num_blocks=1), True, Random(0))
 
 
-def test_a_prompt_with_too_few_windows_for_all_of_it_is_computed_in_chunks():
+def test_a_prompt_larger_than_the_window_pool_is_computed_in_chunks():
     worker = new_worker(window=4, window_ratio=0.25)
-    request = worker.prefill(range(60 * 4))  # 60 pages, with 16 of windows
+    request = worker.prefill(range(60 * 4))  # 60 pages, and 16 of windows
     assert worker.manager.num_active_blocks == 60
     request.finish()
     assert worker.cached_tokens(range(60 * 4)) == 59 * 4
 
 
-def test_a_request_that_windows_have_no_room_for_is_refused_and_holds_nothing():
+def test_a_request_without_room_for_its_window_is_refused_and_holds_no_page():
     worker = new_worker(window=16, window_ratio=0.25)
     first = worker.prefill(range(12 * 4))
     before = worker.manager.window.free
-    with pytest.raises(OutOfBlocks, match=r"^60 blocks are needed and 52 are available"):  # 8 of windows lack
+    # 8 pages of windows are missing.
+    with pytest.raises(OutOfBlocks, match=r"^60 blocks are needed and 52 are available"):
         worker.prefill(range(1000, 1000 + 25 * 4))
     assert (before, 1) == (worker.manager.window.free, len(worker.manager.requests))
     assert is_complete(worker.manager)
     first.finish()
 
 
-def test_a_request_is_refused_while_slots_of_states_lack():
+def test_a_request_without_free_state_slots_is_refused():
     worker = new_worker(states=9, state_grid=4, state_interval=8)
     requests = [worker.prefill([number] * 9) for number in (1, 2)]
     with pytest.raises(OutOfBlocks):
@@ -87,7 +88,7 @@ def test_windows_slide_while_tokens_are_generated():
     assert worker.manager.num_active_blocks == 0
 
 
-def test_without_prefix_caching_nothing_is_published_and_windows_slide_anyway():
+def test_without_prefix_caching_no_event_is_published_and_windows_still_slide():
     worker = new_worker(window=4, window_ratio=0.25, prefix_caching=False)
     request = worker.prefill(range(60 * 4))
     assert worker.manager.window.capacity - worker.manager.window.free <= 2
@@ -95,7 +96,7 @@ def test_without_prefix_caching_nothing_is_published_and_windows_slide_anyway():
     assert (worker.captured.take(), worker.manager.resident()) == ([], [])
 
 
-def test_evictions_for_slots_are_published_before_the_prefill_stores():
+def test_evictions_for_state_slots_are_published_before_the_stored_of_the_prefill():
     worker = new_worker(states=11, state_grid=4, state_interval=8)
     for number in range(5):
         worker.serve([number] * 9)
@@ -104,7 +105,7 @@ def test_evictions_for_slots_are_published_before_the_prefill_stores():
     worker.captured.take()
     request = worker.prefill([*[4] * 9, *[5] * 9])
     assert request.cached_tokens == 8
-    # One for the copy of the state that was found, two for spares, one for the state at the end of the prompt.
+    # One for the copy of the hit state, two spares, and one for the state at the end of the prompt.
     assert [(Removed, 2), (Removed, 4), (Removed, 2), (Stored, 2)] == [
         (type(event.data), len(event.data.block_hashes)) for event in worker.captured.take()
     ]
@@ -135,7 +136,7 @@ GEOMETRIES = st.sampled_from(
     prefix_caching=st.sampled_from([True, True, False]),
     seed=st.integers(0, 2**32),
 )
-def test_requests_keep_every_page_window_and_slot_accounted_for(geometry, num_blocks, chunk, prefix_caching, seed):
+def test_any_requests_conserve_pages_window_pages_and_state_slots(geometry, num_blocks, chunk, prefix_caching, seed):
     rng = Random(seed)
     worker = new_worker(num_blocks, chunk=chunk, prefix_caching=prefix_caching, **geometry)
     shared = [[rng.randrange(9) for _ in range(60)] for _ in range(2)]
@@ -151,7 +152,7 @@ def test_requests_keep_every_page_window_and_slot_accounted_for(geometry, num_bl
                 if (kind == "resume") == (request.status == "preempted"):
                     getattr(request, kind)(*([rng.randrange(1, 20)] if kind == "decode" else []))
         except OutOfBlocks:
-            pass  # and nothing has changed
+            pass  # the state is unchanged
         assert is_complete(worker.manager)
     for request in list(worker.requests):
         request.finish()
@@ -164,7 +165,7 @@ def test_requests_keep_every_page_window_and_slot_accounted_for(geometry, num_bl
 @pytest.mark.parametrize(
     "backend", [name for name, spec in BACKENDS.items() if spec.group and spec.scheduler == "sglang"]
 )
-def test_passes_in_one_go_end_where_passes_one_by_one_do(backend):
+def test_passes_in_one_go_give_the_times_and_events_of_passes_one_by_one(backend):
     ends = []
     for quiet in (True, False):
         sink = CapturingSink()

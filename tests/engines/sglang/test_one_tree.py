@@ -1,4 +1,4 @@
-"""SGLang's trees with full attention alone are one: with parts that are none, and over a host without a page."""
+"""SGLang's trees with only full attention are equal: with empty parts, and over a host without a page."""
 
 from random import Random
 
@@ -44,7 +44,7 @@ def with_no_parts(**options):
 
 
 def played(make, policy, program):
-    """What each call gives, and what was published by then."""
+    """Return the result of each call with the events published by then."""
     sink = CapturingSink()
     worker = KvWorker(
         lambda into: make(num_blocks=CAPACITY, block_size=SIZE, policy=policy, sink=into),
@@ -82,11 +82,11 @@ def played(make, policy, program):
 @pytest.mark.parametrize("policy", ["lru", "lfu", "slru"])
 @settings(max_examples=examples(200), database=None, deadline=None)
 @given(program=calls)
-def test_a_tree_without_parts_or_host_answers_and_publishes_as_a_radix_cache(make, policy, program):
+def test_a_tree_without_components_or_host_pages_equals_a_plain_radix_cache(make, policy, program):
     expected, found = (played(each, policy, program) for each in (RadixCacheManager, make))
     if (
         make is over_no_host
-    ):  # a worker with a host looks whether there is room before it matches, which leaves a split else
+    ):  # a worker with a host checks for room before it matches, because a match would leave a split
         refused = next((at for at, row in enumerate(expected) if row[1] == ("out", True)), len(expected))
         expected, found = expected[:refused], found[:refused]
     assert found == expected

@@ -1,4 +1,4 @@
-"""SGLang's radix cache by hand: what is published and when, namespaces, requests, and what is refused."""
+"""SGLang's radix cache by hand: events and their times, namespaces, requests, and refused inputs."""
 
 import logging
 
@@ -29,11 +29,11 @@ def expected_message(manager):
     return [event.data for event in manager.sink.take()]
 
 
-def test_it_begins_with_a_cleared():
+def test_a_new_radix_cache_publishes_a_cleared():
     assert [Cleared()] == expected_message(new())
 
 
-def test_a_stored_has_the_routers_hashes_and_the_tokens_of_each_page():
+def test_a_stored_has_the_router_hash_and_tokens_of_each_page():
     manager = new()
     manager.insert([1, 2, 3, 4])
     _, stored = manager.sink.router_events
@@ -41,7 +41,7 @@ def test_a_stored_has_the_routers_hashes_and_the_tokens_of_each_page():
     assert stored.token_ids == [(1, 2), (3, 4)]
 
 
-def test_bigrams_travel_as_pairs_with_the_hashes_of_an_eagle_router():
+def test_with_a_draft_model_events_carry_token_pairs_and_eagle_hashes():
     manager = RadixCacheManager(num_blocks=4, block_size=2, sink=CapturingSink(), speculative=SglangSpeculative())
     assert manager.insert([1, 2, 3, 4, 5]) == 0
     _, stored = manager.sink.router_events
@@ -49,14 +49,14 @@ def test_bigrams_travel_as_pairs_with_the_hashes_of_an_eagle_router():
     assert tuple(block_hashes([1, 2, 3, 4, 5], 2, eagle=True)) == stored.event.data.tokens_hashes
 
 
-def test_a_page_that_no_router_can_hash_has_its_name_for_a_local_hash():
+def test_a_page_with_a_token_beyond_32_bits_uses_its_name_as_local_hash():
     manager = new()
     manager.insert([1, 2, 2**32, 4])
     stored = expected_message(manager)[1]
     assert (block_hashes([1, 2], 2)[0], stored.block_hashes[1] % 2**64) == stored.tokens_hashes
 
 
-def test_a_prompt_of_hashes_has_dynamos_names_signed_and_no_tokens():
+def test_a_prompt_of_hashes_is_stored_under_signed_dynamo_hashes_without_tokens():
     manager, prompt = new(), Prompt(hashes=[1, 2**64 - 1])
     manager.insert(prompt)
     _, stored = manager.sink.router_events
@@ -75,7 +75,7 @@ def test_a_split_publishes_nothing():
     assert expected_message(manager) == []
 
 
-def test_two_namespaces_publish_one_name_twice_and_remove_it_twice():
+def test_the_same_page_in_two_namespaces_is_stored_and_removed_twice_under_one_name():
     manager = new()
     manager.insert([1, 2])
     manager.insert([1, 2], extra_key="lora")
@@ -88,7 +88,7 @@ def test_two_namespaces_publish_one_name_twice_and_remove_it_twice():
     assert [Removed((name,)), Removed((name,))] == expected_message(manager)
 
 
-def test_in_dynamos_format_namespaces_publish_different_names():
+def test_in_dynamo_event_format_each_namespace_publishes_its_own_names():
     manager = new(dynamo_kv_event_format=True)
     manager.insert([1, 2])
     manager.insert([1, 2], extra_key="lora")
@@ -97,7 +97,7 @@ def test_in_dynamos_format_namespaces_publish_different_names():
     assert manager.match_prefix([1, 2, 3], extra_key="lora").tokens == 2
 
 
-def test_events_that_are_held_wait_and_grow_together():
+def test_held_events_are_merged_until_they_are_taken():
     manager = new()
     manager.hold_events = True
     expected_message(manager)
@@ -114,14 +114,14 @@ def test_events_that_are_held_wait_and_grow_together():
     assert manager.take_events() == []
 
 
-def test_what_is_stored_with_tokens_and_without_them_stays_apart():
+def test_a_stored_with_tokens_is_not_merged_with_one_without():
     manager = RadixCacheManager(num_blocks=4, block_size=2, hold_events=True)
     manager.insert([1, 2])
     manager.insert(Prompt(hashes=[5]))
     assert [Cleared, Stored, Stored] == [type(event.data) for event in manager.take_events()]
 
 
-def test_clear_is_refused_while_a_node_is_locked_and_reset_is_not():
+def test_clear_is_refused_while_a_node_is_locked_but_reset_is_not():
     manager = new()
     manager.insert([1, 2])
     manager.inc_lock_ref(manager.match_prefix([1, 2]).node)
@@ -134,7 +134,7 @@ def test_clear_is_refused_while_a_node_is_locked_and_reset_is_not():
     assert manager.clear()
 
 
-def test_only_the_device_holds_pages():
+def test_a_radix_cache_without_a_host_has_no_host_pages():
     manager = new()
     manager.insert([1, 2])
     assert manager.resident(StorageTier.HOST_PINNED) == []
@@ -152,7 +152,7 @@ def test_a_locked_page_is_active_and_its_locks_are_its_references():
     assert manager.active_perc == 0.25
 
 
-def test_each_call_is_in_the_debug_log(caplog):
+def test_insertions_and_evictions_are_written_to_the_debug_log(caplog):
     manager = new()
     with caplog.at_level(logging.DEBUG, "pytest_kvmock.engines"):
         manager.insert([1, 2, 3, 4])
@@ -163,10 +163,10 @@ def test_each_call_is_in_the_debug_log(caplog):
 
 
 @pytest.mark.parametrize(("threshold", "gone"), [(None, 4), (2, 4), (3, 2), (4, 1)])
-def test_slru_evicts_the_oldest_of_what_has_fewer_hits_than_its_threshold(threshold, gone):
+def test_slru_evicts_the_oldest_node_with_fewer_hits_than_the_threshold(threshold, gone):
     manager = new(policy="slru", protected_threshold=threshold)
     names = {}
-    for page, hits in ((1, 3), (2, 2), (3, 4), (4, 1)):  # the first is the oldest
+    for page, hits in ((1, 3), (2, 2), (3, 4), (4, 1)):  # the first page is the oldest
         for _ in range(hits):
             manager.insert([page, page])
         names[expected_message(manager)[-1].block_hashes] = page
@@ -212,20 +212,20 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("options", "message"), REFUSED)
-def test_arguments_that_sglang_has_not_are_refused(options, message):
+def test_arguments_unknown_to_sglang_are_refused(options, message):
     with pytest.raises(ValueError) as raised:
         new(**options)
     assert str(raised.value) == message
 
 
 @pytest.mark.parametrize("name", ["dynamo_kv_event_format", "hold_events"])
-def test_options_for_calls_by_hand_must_be_on_or_off(name):
+def test_options_for_direct_calls_must_be_booleans(name):
     with pytest.raises(ValueError, match=rf"^{name} must be True or False, got 'yes'$"):
         RadixCacheManager(num_blocks=1, **{name: "yes"})
 
 
 @pytest.mark.parametrize("size", [1, 3, 16, 100])
-def test_any_page_size_will_do(size):
+def test_any_page_size_is_accepted(size):
     assert new(block_size=size).insert(list(range(2 * size))) == 0
 
 
@@ -241,7 +241,7 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("message", BY_HAND)
-def test_a_wrong_call_changes_nothing(message):
+def test_an_invalid_call_raises_and_changes_nothing(message):
     manager = new(num_blocks=4)
     manager.insert([1, 2, 3, 4])
 
@@ -291,8 +291,8 @@ def test_a_cache_is_not_reset_while_requests_have_pages():
 
 
 @pytest.mark.parametrize(("policy", "left"), [("fifo", [3, 3]), ("filo", [1, 1])])
-def test_what_a_split_leaves_above_is_as_old_as_the_run_was(policy, left):
-    """By the unified tree; in `RadixCache` the upper part is made by the split, and so the newest."""
+def test_the_upper_half_of_a_split_node_keeps_the_age_of_the_node(policy, left):
+    """This is the unified tree; in `RadixCache` the split creates the upper part, which is therefore the newest."""
     manager = new(policy=policy)
     manager.insert([1, 1, 2, 2])
     manager.insert([3, 3])

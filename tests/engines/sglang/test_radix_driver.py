@@ -1,4 +1,4 @@
-"""Workers that are SGLang: when they match, make room, publish and let go."""
+"""Workers of SGLang: when they match, make room, publish and free."""
 
 from dataclasses import replace
 from random import Random
@@ -43,7 +43,7 @@ def prompt(*numbers, tail=0):
 
 
 def message(worker):
-    """Kind and number of blocks of each event since the last time."""
+    """Return the kind and the number of blocks of each event since the last call."""
     return [(type(e.data), len(getattr(e.data, "block_hashes", ()))) for e in worker.captured.take()]
 
 
@@ -57,7 +57,7 @@ def test_a_prompt_is_published_when_it_is_prefilled_and_output_when_the_request_
     assert [(Stored, 1)] == message(worker)
 
 
-def test_what_a_prefill_evicts_is_published_first():
+def test_a_prefill_publishes_its_evictions_before_its_stored():
     worker = new_worker(num_blocks=3)
     worker.serve(prompt(1, 2))
     message(worker)
@@ -65,7 +65,7 @@ def test_what_a_prefill_evicts_is_published_first():
     assert [(Removed, 2), (Stored, 2)] == message(worker)
 
 
-def test_a_prefill_makes_room_for_a_page_more_than_it_takes():
+def test_a_prefill_evicts_for_one_page_more_than_it_allocates():
     worker = new_worker(num_blocks=4)
     worker.serve(prompt(1))
     worker.serve(prompt(2))
@@ -74,27 +74,27 @@ def test_a_prefill_makes_room_for_a_page_more_than_it_takes():
     assert worker.cached_tokens(prompt(1, tail=1)) == 0
 
 
-def test_a_prefill_of_one_token_pages_makes_room_for_what_it_takes_alone():
+def test_with_one_token_pages_a_prefill_evicts_only_for_the_pages_that_it_allocates():
     worker = new_worker(num_blocks=4, block_size=1)
     for tokens in ([1], [2], [3, 4]):
         worker.serve(tokens)
     assert len(worker.manager.resident()) == 4
 
 
-def test_a_decode_step_asks_for_a_page_whether_it_needs_one_or_not():
+def test_a_decode_step_evicts_a_page_even_if_it_needs_none():
     worker = new_worker(num_blocks=3)
     worker.serve(prompt(1))
     request = worker.prefill(prompt(2))
     message(worker)
-    request.decode(1)  # it opens the last free page
+    request.decode(1)  # it allocates the last free page
     assert message(worker) == []
     request.decode(1)
     assert [(Removed, 1)] == message(worker)
-    request.decode(1)  # a page is free by now
+    request.decode(1)  # a page is free now
     assert message(worker) == []
 
 
-def test_a_decode_step_asks_for_no_page_where_nothing_is_evictable():
+def test_a_decode_step_succeeds_if_it_needs_no_page_and_none_is_evictable():
     worker = new_worker(num_blocks=2)
     requests = [worker.prefill([number]) for number in (1, 2)]
     message(worker)
@@ -103,7 +103,7 @@ def test_a_decode_step_asks_for_no_page_where_nothing_is_evictable():
     assert message(worker) == []
 
 
-def test_a_request_hits_its_inserted_pages_once():
+def test_a_request_adds_one_hit_to_the_pages_that_it_inserts():
     worker = new_worker(policy="slru")
     for times in (1, 2):
         with worker.prefill(prompt(1, tail=1)) as request:
@@ -111,7 +111,7 @@ def test_a_request_hits_its_inserted_pages_once():
         assert times == next(worker.manager._tree.nodes()).hit_count
 
 
-def test_the_last_token_is_computed_though_its_page_is_cached_and_no_second_copy_is_kept():
+def test_the_last_token_of_a_cached_prompt_is_recomputed_without_a_second_copy():
     worker = new_worker()
     worker.serve(prompt(1, 2))
     message(worker)
@@ -122,7 +122,7 @@ def test_the_last_token_is_computed_though_its_page_is_cached_and_no_second_copy
     assert (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks) == (0, 2)
 
 
-def test_the_output_of_two_requests_that_say_the_same_is_kept_once():
+def test_equal_output_of_two_requests_is_cached_once():
     worker = new_worker()
     first, second = (worker.prefill(prompt(1, tail=1)) for _ in range(2))
     for request in (first, second):
@@ -134,7 +134,7 @@ def test_the_output_of_two_requests_that_say_the_same_is_kept_once():
     assert worker.manager.num_inactive_blocks == 2
 
 
-def test_a_preempted_request_keeps_what_was_checkpointed_and_frees_the_rest_unpublished():
+def test_a_preempted_request_leaves_checkpointed_pages_cached_and_frees_the_rest_without_events():
     worker = new_worker()
     request = worker.prefill(prompt(1, 2, tail=1))
     request.decode(SIZE)
@@ -142,11 +142,11 @@ def test_a_preempted_request_keeps_what_was_checkpointed_and_frees_the_rest_unpu
     request.preempt()
     assert (message(worker), worker.manager.num_active_blocks, worker.manager.num_inactive_blocks) == ([], 0, 2)
     request.resume()
-    assert ([(Stored, 1)], 2 * SIZE) == (message(worker), request.cached_tokens)  # its output is prefilled now
+    assert ([(Stored, 1)], 2 * SIZE) == (message(worker), request.cached_tokens)  # now its output is prefilled
     assert dict.fromkeys(request.blocks, 1) == worker.manager.active_blocks
 
 
-def test_a_request_may_finish_while_it_is_preempted():
+def test_a_request_can_finish_while_it_is_preempted():
     worker = new_worker()
     request = worker.prefill(prompt(1))
     request.preempt()
@@ -155,7 +155,7 @@ def test_a_request_may_finish_while_it_is_preempted():
     assert (message(worker), worker.manager.num_inactive_blocks) == ([], 1)
 
 
-def test_a_refused_request_was_looked_up_and_that_stays():
+def test_the_lookup_of_a_refused_request_still_splits_and_touches_nodes():
     worker = new_worker(num_blocks=4)
     worker.serve(prompt(1, 2))
     worker.serve(prompt(3))
@@ -170,7 +170,7 @@ def test_a_refused_request_was_looked_up_and_that_stays():
     assert worker.manager.num_active_blocks == 0
 
 
-def test_a_lookup_touches_and_splits_nothing():
+def test_cached_tokens_does_not_touch_or_split_nodes():
     worker = new_worker(num_blocks=4)
     worker.serve(prompt(1, 2))
     worker.serve(prompt(3))
@@ -193,7 +193,7 @@ def test_a_chunk_that_ends_within_a_page_publishes_its_whole_pages():
     assert [(Cleared, 0), (Stored, 1), (Stored, 1)] == message(worker)
 
 
-def test_prompts_are_worth_more_than_outputs_under_the_policy_that_knows_it():
+def test_the_priority_policy_evicts_output_before_the_prompt():
     worker = new_worker(policy="priority")
     with worker.prefill(prompt(1)) as request:
         request.decode(prompt(2))
@@ -208,7 +208,7 @@ def test_the_first_event_of_a_restarted_worker_is_a_cleared():
     assert [(0, Cleared())] == [(event.event_id, event.data) for event in worker.captured.events]
 
 
-def test_without_prefix_caching_requests_share_no_pages_and_nothing_is_published():
+def test_without_prefix_caching_requests_share_no_pages_and_publish_no_event():
     worker = new_worker(prefix_caching=False)
     first, second = (worker.prefill(prompt(1, 2, tail=1)) for _ in range(2))
     first.decode(SIZE)
@@ -220,7 +220,7 @@ def test_without_prefix_caching_requests_share_no_pages_and_nothing_is_published
     assert (message(worker), worker.manager.num_active_blocks, worker.manager.resident()) == ([], 0, [])
 
 
-def test_generated_blocks_of_a_prompt_of_hashes_are_drawn_by_the_seed():
+def test_output_hashes_after_a_prompt_of_hashes_are_drawn_from_the_seed():
     streams = []
     for _ in range(2):
         worker = new_worker()
@@ -230,7 +230,7 @@ def test_generated_blocks_of_a_prompt_of_hashes_are_drawn_by_the_seed():
     assert streams[0] == streams[1]
 
 
-def test_it_drives_a_radix_cache_of_plain_tokens_and_nothing_else():
+def test_a_radix_driver_refuses_other_managers_and_speculative_caches():
     with pytest.raises(ValueError, match=r"^a RadixDriver drives a RadixCacheManager, got <LogicalManager lru: "):
         RadixDriver(create_manager("lru", num_blocks=1), True, Random(0))
     with pytest.raises(
@@ -240,7 +240,7 @@ def test_it_drives_a_radix_cache_of_plain_tokens_and_nothing_else():
         RadixDriver(RadixCacheManager(num_blocks=1, speculative=SglangSpeculative()), True, Random(0))
 
 
-def test_another_policy_is_another_backend():
+def test_a_variant_with_another_policy_evicts_by_that_policy():
     lfu = BACKENDS["sglang"].variant("sglang_lfu", policy="lfu")
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=4), lfu) as kv:
         worker = kv.worker(0)
@@ -254,7 +254,7 @@ def test_another_policy_is_another_backend():
 
 
 @pytest.mark.parametrize("hasher", [SglangHasher(cache_salt="x"), SglangHasher()])
-def test_a_name_that_is_not_sglangs_is_a_wrong_hash(hasher):
+def test_a_block_name_that_sglang_would_not_give_is_a_wrong_hash(hasher):
     def make(**sizes):
         manager = BACKENDS["sglang"].make(**sizes)
         manager.hasher = hasher

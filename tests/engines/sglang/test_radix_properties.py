@@ -1,4 +1,4 @@
-"""The radix cache under any calls: beside a plain model, and by what it must never do."""
+"""The radix cache under random calls: compared with a plain model, and checked for its invariants."""
 
 import gc
 from collections import Counter
@@ -36,7 +36,7 @@ calls = st.lists(
 
 
 def pages_of(tokens, namespace):
-    """Pages of the plain model: the first knows the namespace."""
+    """Return the pages of the plain model; the first contains the namespace."""
     pages = [tuple(tokens[at : at + SIZE]) for at in range(0, len(tokens) - SIZE + 1, SIZE)]
     return [(namespace, *page) if not i else page for i, page in enumerate(pages)]
 
@@ -49,7 +49,7 @@ def shape(node):
 
 
 class Both:
-    """A cache of ours, and the plain model of it."""
+    """Our cache and its plain model."""
 
     def __init__(self, policy):
         self.sink = CapturingSink()
@@ -129,14 +129,14 @@ class Both:
         assert ([Removed(tuple(names))] if names else []) == events
 
 
-def test_the_plain_model_knows_all_policies():
+def test_the_plain_model_has_every_eviction_policy():
     assert POLICIES.keys() == KEYS.keys()
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @settings(max_examples=examples(80))
 @given(calls=calls)
-def test_the_radix_tree_does_what_the_plain_model_does(policy, calls):
+def test_the_radix_tree_equals_the_plain_model_under_any_calls(policy, calls):
     both = Both(policy)
     for call in calls:
         both.do(*call)
@@ -160,7 +160,7 @@ steps = st.lists(
 
 
 @given(steps=steps, policy=st.sampled_from(sorted(POLICIES)))
-def test_requests_keep_every_page_and_every_lock_accounted_for(steps, policy):
+def test_any_requests_conserve_pages_and_locks(steps, policy):
     sink = CapturingSink()
     manager = RadixCacheManager(num_blocks=5, block_size=SIZE, sink=sink, policy=policy)
     driver = RadixDriver(manager, True, Random(0))
@@ -193,7 +193,7 @@ def test_requests_keep_every_page_and_every_lock_accounted_for(steps, policy):
 
 
 def held(events):
-    """What a listener believes to be cached, copies counted."""
+    """Return the cached blocks in a listener's view, with the number of copies."""
     out = Counter()
     for event in events:
         data = event.data
@@ -209,7 +209,7 @@ def held(events):
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_lookups_without_evictions_leave_no_trace_that_grows(policy):
+def test_lookups_do_not_grow_the_heap_or_the_change_list(policy):
     manager = RadixCacheManager(num_blocks=8, block_size=SIZE, policy=policy)
     for start in range(8):
         manager.insert([start] * SIZE)
@@ -233,7 +233,7 @@ def test_lookups_without_evictions_leave_no_trace_that_grows(policy):
     ],
     ids=["full", "window", "through", "selective", "back"],
 )
-def test_a_node_that_was_deleted_is_kept_nowhere(options):
+def test_deleted_nodes_are_not_kept_in_memory(options):
     worker = KvWorker(
         lambda sink: create_manager("sglang", num_blocks=16, block_size=SIZE, sink=sink, **options),
         sink=CapturingSink(),

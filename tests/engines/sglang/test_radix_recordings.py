@@ -11,7 +11,7 @@ from pytest_kvmock.engines.sglang.radix_driver import RadixDriver
 
 
 def row_of(data, token_ids, extra, page_size):
-    """An event in the short form of the recordings."""
+    """Return an event in the short form of the recordings."""
     if isinstance(data, Stored):
         tokens = sum(map(len, token_ids))
         row = ["S", data.parent_hash, list(data.block_hashes), tokens, page_size, "GPU"]
@@ -27,7 +27,7 @@ def shape(node, size):
 
 
 class Player:
-    """Plays the operations of a recorded program; events wait until they are taken, as in the original."""
+    """Play the operations of a recorded program; events wait until they are taken, as in SGLang."""
 
     def __init__(self, capacity, **options):
         self.sink = CapturingSink()
@@ -81,15 +81,15 @@ class Player:
 
 
 OTHERWISE = {"evict_bulk_fifo": 12}
-"""Programs that the unified tree answers otherwise, and the first step: a split copies the time of creation to its
-upper part."""
+"""Programs that the unified tree answers differently, and the first such step: a split copies the creation time to
+its upper part."""
 
 
 def test_scenarios_give_the_recorded_answers_events_sizes_and_trees(recording):
     played = 0
     for program in recording("sglang_0.5.23_scenarios.json.gz"):
         policy = program["policy"]
-        if policy in ("tlru", "random"):  # the one fails when it evicts, the other at once; here both do at once
+        if policy in ("tlru", "random"):  # one release fails when it evicts, the other at once; here both fail at once
             with pytest.raises(ValueError, match=f"got '{policy}'$"):
                 Player(64, block_size=program["page_size"], policy=policy)
             continue
@@ -110,14 +110,14 @@ def test_scenarios_give_the_recorded_answers_events_sizes_and_trees(recording):
 
 
 class ByNeed(RadixDriver):
-    """Decodes as the recorded program does: it asks for the pages that are needed, not for one a step."""
+    """Decode as the recorded program does: request only the pages that are needed, not one per step."""
 
     def _step_demand(self):
         return 0
 
 
 class AtTheEnd(ByNeed):
-    """Requests that enter the tree when they finish, and ask for no page too many (mode "finish")."""
+    """Requests that enter the tree when they finish, and request no additional page (mode "finish")."""
 
     def _demand(self, request, upto):
         return -(-len(request) // self.manager.block_size) * self.manager.block_size - request.computed
@@ -127,7 +127,7 @@ class AtTheEnd(ByNeed):
 
 
 class RequestPlayer(Player):
-    """Plays recorded requests through the driver of workers."""
+    """Play recorded requests through the driver of workers."""
 
     def __init__(self, program):
         size = program["page_size"]
@@ -144,7 +144,7 @@ class RequestPlayer(Player):
         return sizes
 
     def evicted(self):
-        """Tokens that the events that wait say are gone."""
+        """Return the tokens that the pending events remove."""
         return sum(
             len(waiting.names) * self.size
             for waiting in self.manager._queue._waiting

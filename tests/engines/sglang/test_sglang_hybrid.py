@@ -1,4 +1,4 @@
-"""SGLang's cache of a hybrid model: what is promised and what can be used, models and their sizes, what is refused."""
+"""SGLang's cache of a hybrid model: promised and usable pages, models and their sizes, refused inputs."""
 
 import pytest
 
@@ -40,12 +40,12 @@ def events(worker):
 
 
 def promised_and_usable(worker, prompt):
-    """Tokens of a prompt, its last one aside, that full attention has; and that a request could use."""
+    """Return the tokens of a prompt, except its last, that full attention has, and those that a request can use."""
     request = worker._driver.open(worker.accept([*prompt, 0]), to_look=True)
     return worker.manager.promised(request) * SIZE, worker.manager.lookup(request) * SIZE
 
 
-def test_the_second_request_with_a_prefix_reuses_nothing_and_leaves_what_the_third_one_hits():
+def test_the_second_request_with_a_prefix_reuses_nothing_and_the_third_hits_its_window():
     worker = new_worker(window=8, window_ratio=1)
     one = worker.prefill(A)
     assert [(Cleared, 0), (Stored, 6)] == events(worker)
@@ -64,7 +64,7 @@ def test_the_second_request_with_a_prefix_reuses_nothing_and_leaves_what_the_thi
     assert [promised_and_usable(worker, prompt) for prompt in (C, A)] == [(16, 16), (24, 24)]
 
 
-def test_pressure_on_windows_removes_whole_leaves_and_leaves_the_rest_published_but_unusable():
+def test_evicting_windows_removes_whole_leaves_and_keeps_unusable_prefixes_published():
     worker = new_worker(window=8, window_ratio=1)
     for prompt in (A, B):
         worker.serve(prompt)
@@ -74,20 +74,20 @@ def test_pressure_on_windows_removes_whole_leaves_and_leaves_the_rest_published_
     assert promised_and_usable(worker, A) == (16, 0)
 
 
-def test_states_are_on_a_grid_and_output_is_cached_up_to_the_last_interval():
+def test_states_lie_on_a_grid_and_output_is_cached_up_to_the_last_interval():
     worker = new_worker(states=24, state_grid=4, state_interval=8)
     request = worker.prefill([*A, 7, 8])
     assert [(Cleared, 0), (Stored, 6)] == events(worker)
-    request.decode(9)  # 35 tokens; the last state is that of 32
+    request.decode(9)  # 35 tokens; the last state is at token 32
     request.finish()
     assert [(Stored, 2)] == events(worker)
     assert promised_and_usable(worker, B) == (16, 0)
-    worker.serve(B)  # its state is put at the branch, and its own part is never published
+    worker.serve(B)  # its state is saved at the branch, and its own part is never published
     assert events(worker) == []
     assert promised_and_usable(worker, C) == (16, 16)
 
 
-def test_a_worker_reports_usable_tokens_and_events_promise_more():
+def test_a_worker_reports_only_usable_tokens_while_events_promise_more():
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=64), "sglang_gpt_oss") as kv:
         worker, prompt = kv.worker(0), kv.prompt(24)
         worker.serve(prompt)
@@ -103,7 +103,7 @@ def test_a_worker_reports_usable_tokens_and_events_promise_more():
 # -------------------------------------------------------------------------------------------------- models
 
 
-def test_the_sizes_of_models_follow_the_block_size():
+def test_the_window_and_grid_of_a_model_scale_with_the_block_size():
     def sizes(name, block_size):
         geometry = create_manager(name, num_blocks=1000, block_size=block_size).geometry
         return (geometry.window, geometry.state_grid if geometry.states else None)
@@ -120,7 +120,7 @@ def test_the_sizes_of_models_follow_the_block_size():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_at_its_own_page_a_model_has_its_own_numbers(name):
+def test_a_model_has_its_original_sizes_at_its_own_page_size(name):
     model = MODELS[name]
     manager = create_manager(name, num_blocks=1000, block_size=model.page)
     geometry = manager.geometry
@@ -132,7 +132,7 @@ def test_at_its_own_page_a_model_has_its_own_numbers(name):
         assert (geometry.state_grid, geometry.state_interval, geometry.states) == (64, 256, 64)
 
 
-def test_a_small_cache_of_a_model_holds_a_window():
+def test_a_small_cache_has_at_least_one_window():
     assert [create_manager("sglang_gpt_oss", num_blocks=blocks).window.capacity for blocks in (4, 16, 35)] == [
         4,
         16,
@@ -144,7 +144,7 @@ def test_a_small_cache_of_a_model_holds_a_window():
     ]
 
 
-def test_a_model_that_cannot_be_scaled_to_a_block_size_says_to_which_it_can():
+def test_an_unsupported_block_size_of_a_model_is_refused_with_the_supported_ones():
     with pytest.raises(
         ValueError,
         match=r"^backend 'sglang_deepseek_v4' cannot be scaled to block_size 3; it can to multiples of 2, and has 256 "
@@ -189,7 +189,7 @@ def test_an_impossible_geometry_is_refused(message):
     assert str(raised.value) == message
 
 
-def test_parts_make_another_manager_and_no_parts_the_plain_one():
+def test_a_window_or_states_select_the_hybrid_manager():
     assert isinstance(create_manager("sglang", num_blocks=8, window=None, states=None), RadixCacheManager)
     assert isinstance(create_manager("sglang", num_blocks=64, window=8), HybridCacheManager)
     variant = BACKENDS["sglang"].variant("mine", window=8, window_ratio=1)

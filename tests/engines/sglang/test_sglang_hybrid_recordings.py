@@ -24,7 +24,7 @@ def test_every_recorded_program_is_played(recording):
     assert {program["kind"] for program in recording(FILE)} == {*KINDS}
 
 
-def test_the_player_says_what_differs_and_fails(recording, tmp_path, capsys):
+def test_the_player_prints_differences_and_exits_with_1(recording, tmp_path, capsys):
     program, other = recording(FILE)[:2]
     program["steps"][3]["sizes"][0] += 1
     path = tmp_path / "programs.json.gz"

@@ -1,4 +1,4 @@
-"""SGLang 0.5.23 with speculative decoding: recorded programs, step by step, and what follows from its server
+"""SGLang 0.5.23 with speculative decoding: recorded programs, step by step, and the effects of its server
 arguments.
 """
 
@@ -29,7 +29,7 @@ def test_programs_give_the_recorded_answers_lengths_events_sizes_and_trees(recor
 
 
 @pytest.mark.parametrize("name", ["events", "sizes", "tree", "lengths"])
-def test_a_difference_is_found(recording, name):
+def test_the_player_finds_a_difference_in_any_field_of_a_step(recording, name):
     program = recording(FILE)[0]
     number = next(number for number, step in enumerate(program["steps"]) if step.get(name))
     program["steps"][number] = {**program["steps"][number], name: ["other"]}
@@ -38,7 +38,7 @@ def test_a_difference_is_found(recording, name):
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
-def test_keys_are_pairs_with_a_draft_model_that_reads_the_next_token_but_not_next_to_states(algorithm):
+def test_keys_are_pairs_for_drafts_that_read_the_next_token_except_with_states(algorithm):
     pairs = algorithm in ("EAGLE", "EAGLE3", "NEXTN", "FROZEN_KV_MTP")
     draft = SglangSpeculative(algorithm)
     assert pairs == create_manager("sglang", num_blocks=8, speculative=draft).hasher.is_eagle
@@ -56,11 +56,11 @@ def test_keys_are_pairs_with_a_draft_model_that_reads_the_next_token_but_not_nex
         ({"algorithm": "NGRAM", "steps": 2, "topk": 2, "draft_tokens": 3}, 16, 8),
     ],
 )
-def test_a_request_has_room_for_the_drafts_of_two_steps(fields, page, ahead):
+def test_a_request_reserves_slots_for_the_drafts_of_two_steps(fields, page, ahead):
     assert ahead == SglangSpeculative(**fields).ahead(page)
 
 
-def test_the_worked_example_of_pairs():
+def test_pages_of_pairs_have_the_hashes_of_the_worked_example():
     sink = CapturingSink()
     manager = RadixCacheManager(num_blocks=8, block_size=4, sink=sink, speculative=SglangSpeculative())
     manager.insert(range(10, 19))
@@ -70,7 +70,7 @@ def test_the_worked_example_of_pairs():
     assert block_hashes(range(10, 15), 5) == [14007131388421011022]
 
 
-def test_a_stop_inside_of_a_run_leaves_what_was_accepted_behind_it_uncached():
+def test_tokens_accepted_after_a_stop_are_not_cached():
     manager = HybridCacheManager(geometry=Geometry(), num_blocks=32, block_size=2, speculative=SglangSpeculative())
     request = manager.request(Prompt(range(6)), Random(0))
     manager.find(request)
@@ -94,12 +94,12 @@ def test_a_stop_inside_of_a_run_leaves_what_was_accepted_behind_it_uncached():
         ({"steps": 1, "acceptance": (0.5, 0.5)}, "at most 1 rates from 0 to 1"),
     ],
 )
-def test_what_speculative_decoding_refuses(fields, message):
+def test_invalid_options_of_speculative_decoding_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         SglangSpeculative(**fields)
 
 
-def test_what_the_cache_refuses():
+def test_the_radix_cache_refuses_invalid_use_with_speculative_decoding():
     with pytest.raises(ValueError, match="speculative must be an SglangSpeculative, or None; got 'EAGLE'"):
         create_manager("sglang", num_blocks=8, speculative="EAGLE")
     with pytest.raises(ValueError, match="policy must be lru, lfu or slru"):

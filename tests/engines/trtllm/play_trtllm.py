@@ -1,10 +1,9 @@
-"""Plays recorded programs of TensorRT-LLM's cache managers, and compares every answer, event, and the queues at the
-end.
+"""Play recorded programs of TensorRT-LLM's cache managers, and compare each answer, each event and the final queues.
 
     python tests/engines/trtllm/play_trtllm.py FILE...
 
-It takes files of programs, of scenarios and of hashes, prints what differs by program and step, `N of M programs equal`
-last, and exits with 1 if any differs.
+It takes files of programs, scenarios and hashes, prints the differences by program and step, `N of M programs equal`
+last, and exits with 1 if any program differs.
 """
 
 import sys
@@ -23,7 +22,7 @@ from pytest_kvmock.values import Updated
 
 
 class AnyPlayer:
-    """Plays the calls of one program as TensorRT-LLM's engine does."""
+    """Play the calls of one program as TensorRT-LLM's engine makes them."""
 
     def __init__(self, config):
         self.sink = CapturingSink()
@@ -40,7 +39,7 @@ class AnyPlayer:
 
 
 class Player(AnyPlayer):
-    """Plays a program of V1."""
+    """Play a program of V1."""
 
     def made(self, config):
         least = config["offload_min_priority"]
@@ -66,7 +65,7 @@ class Player(AnyPlayer):
         self.requests[name] = request
         hit = self.manager.lookup(request)
         found = self.manager.add(request)
-        assert hit >= found  # what it evicts on its way may be what it would have hit
+        assert hit >= found  # it may evict blocks that it would have hit
         return [found, {str(window): [block.id for block in table] for window, table in request.tables.items()}]
 
     def play_new_token(self, name, token):
@@ -99,7 +98,7 @@ class Player(AnyPlayer):
 
 
 class V2Player(AnyPlayer):
-    """Plays a program of V2."""
+    """Play a program of V2."""
 
     def made(self, config):
         device, *lower = config["slots"]
@@ -165,14 +164,14 @@ class V2Player(AnyPlayer):
         return {**found, "last_events": self.play_flush()}
 
     def page(self, page):
-        """A page in the form of the recordings: its layer group, and the name of its block."""
+        """Return a page in the form of the recordings: its layer group, and the name of its block."""
         block = page.found_block
         is_whole = self.manager.hash_algo == "v2_sha256"
         return [page.group, None if block is None else block.digest.hex() if is_whole else block.name]
 
 
 def row_of(event):
-    """An event in the form of the recordings."""
+    """Return an event in the form of the recordings."""
     data, extra = event.data, event.extra
     row = [event.event_id, *([extra["layer_group_id"]] if "layer_group_id" in extra else []), extra["window_size"]]
     if "digests" in extra:
@@ -193,12 +192,12 @@ def row_of(event):
 
 
 def differences(program):
-    """Play a program; yield each step that differs: its number or "final", what was called, recorded and ours."""
+    """Play a program; yield each different step: its number or "final", the call, the recorded result and ours."""
     player = (V2Player if "life_cycles" in program["config"] else Player)(program["config"])
     for number, (call, *arguments, recorded) in enumerate(program["log"]):
         try:
             ours = player.play(call, *arguments)
-        except Exception as error:  # noqa: BLE001 - a program that cannot be played differs
+        except Exception as error:  # noqa: BLE001 - a program that cannot be played counts as different
             yield number, call, recorded, repr(error)
             return
         if ours != recorded:
@@ -209,7 +208,7 @@ def differences(program):
 
 
 def hash_differences(row):
-    """How the names of a recorded chain of hashes differ, as `differences` has them."""
+    """Yield the differences of the names of a recorded chain of hashes, in the form of `differences`."""
     one, other = (kind(row["lora_id"], row["salt"]) for kind in (V1Hasher, V2Hasher))
     digests = other.digests(row["tokens"], row["block_size"], 0, None)
     ours = {
@@ -221,7 +220,7 @@ def hash_differences(row):
 
 
 def played(value):
-    """Of each program or chain of hashes its name, and its first differences as text, or None."""
+    """Yield the name of each program or chain of hashes with its first differences as text, or None."""
     if isinstance(value, list):
         found = ((f"chain {place}", hash_differences(row)) for place, row in enumerate(value))
     else:

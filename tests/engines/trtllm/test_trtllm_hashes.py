@@ -1,4 +1,4 @@
-"""Names of blocks of TensorRT-LLM: vectors of its own tests, chains of hashes, salts, and the walk of children."""
+"""TensorRT-LLM's block names: vectors of its own tests, chains of hashes, salts, and the order of children."""
 
 import sys
 from hashlib import sha256
@@ -36,14 +36,14 @@ def test_full_blocks_have_the_names_of_the_reference(tokens, adapter, salt, name
         ((5, 6), 123, 6280297290684427985, 18177682803760873588),
     ],
 )
-def test_a_partial_block_is_named_by_the_tokens_that_it_has(tokens, salt, parent, name):
+def test_a_partial_block_is_named_by_its_tokens(tokens, salt, parent, name):
     assert name == v1_block_key(BlockKey(tokens, None, salt), parent)
 
 
-def test_the_number_of_a_salt_is_itself_or_eight_bytes_of_a_digest(monkeypatch):
+def test_a_salt_number_is_the_number_itself_or_eight_bytes_of_a_digest(monkeypatch):
     salt_number.cache_clear()
     assert salt_number(2**64 - 1) == 2**64 - 1
-    monkeypatch.setitem(sys.modules, "blake3", None)  # is not installed
+    monkeypatch.setitem(sys.modules, "blake3", None)  # not installed
     assert int.from_bytes(sha256(b"tenant-a").digest()[:8], "little") == salt_number("tenant-a")
     salt_number.cache_clear()
     digest = bytes(range(32))
@@ -52,19 +52,19 @@ def test_the_number_of_a_salt_is_itself_or_eight_bytes_of_a_digest(monkeypatch):
     salt_number.cache_clear()
 
 
-def test_an_event_is_named_by_the_adapter_and_salt_that_travel_with_it():
+def test_the_hasher_of_an_event_uses_the_adapter_and_salt_of_its_extra_data():
     assert V1Hasher(3, 7) == V1Hasher().of_event({"lora_name": "a", "lora_id": 3, "cache_salt": 7}, 0)
     assert V1Hasher() == V1Hasher().of_event({"extra_keys": [None]}, 0)
 
 
 class PlainMap:
-    """libstdc++'s `unordered_map`, by its nodes: one linked list, and of each bucket the node before its first."""
+    """libstdc++'s `unordered_map`, by its nodes: one linked list, and for each bucket the node before its first."""
 
     def __init__(self):
         self.buckets, self.nodes = 1, []  # nodes: (bucket, key), in the order of the list
 
     def add(self, key):
-        if len(self.nodes) + 1 > {1: 0}.get(self.buckets, self.buckets):  # the first insertion takes 13 at once
+        if len(self.nodes) + 1 > {1: 0}.get(self.buckets, self.buckets):  # the first insertion allocates 13
             self.buckets = next(size for size in (13, 29, 59, 127, 257) if size > self.buckets)
             before, self.nodes = self.nodes, []
             for _, each in before:
@@ -82,8 +82,8 @@ class PlainMap:
 
 @settings(max_examples=examples(200))
 @given(st.lists(st.integers(-60, 60), max_size=200))
-def test_children_are_walked_as_by_libstdcxx(steps):
-    """A number adds the child of that token; one below 0 takes it out."""
+def test_children_are_walked_in_the_order_of_libstdcxx(steps):
+    """A number adds the child of that token; a negative number removes it."""
     plain, ours, there = PlainMap(), ChildMap(), set()
     for step in steps:
         token = abs(step)

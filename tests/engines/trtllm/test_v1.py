@@ -1,4 +1,4 @@
-"""TensorRT-LLM's V1 manager by hand: what is refused, what stays as it was, and what the house adds to the
+"""TensorRT-LLM's V1 manager by hand: refused calls, unchanged state, and additions of this project to the
 recordings.
 """
 
@@ -33,7 +33,7 @@ def made(num_blocks=8, **options):
 
 
 def serve(manager, prompt, output=(0,)):
-    """A request from its start to its end; returns the tokens that were hit."""
+    """Serve a request from its start to its end; returns the hit tokens."""
     request = manager.new_request(prompt)
     hit = manager.add(request)
     manager.new_token(request, output[0])
@@ -62,7 +62,7 @@ def test_generated_tokens_are_stored_with_a_partial_block():
     assert second.extra["priorities"] == [35]
 
 
-def test_a_leaf_that_a_partial_match_takes_leaves_without_an_event():
+def test_a_leaf_that_a_partial_match_takes_is_dropped_without_an_event():
     manager, sink = made()
     serve(manager, ONE_TO_TEN, (11, 12, 13))
     manager.flush()
@@ -75,13 +75,13 @@ def test_a_leaf_that_a_partial_match_takes_leaves_without_an_event():
     assert {*manager.announced()} == {ONE, TWO, PART, FULL}
     serve(manager, ONE_TO_TEN, (11, 12, 13))
     manager.flush()
-    # Which was hit exactly, and is taken all the same.
+    # It was an exact hit, and is taken nevertheless.
     assert sink.router_events[-1].extra["silently_gone"] == [PART]
     assert {*manager.announced()} == {ONE, TWO, PART, FULL}
     assert {*manager.resident()} == {ONE, TWO, FULL}
 
 
-def test_an_offloaded_block_is_updated_and_on_the_host():
+def test_an_offloaded_block_gets_an_updated_and_is_on_the_host():
     manager, sink = made(6, secondary_blocks=4)
     serve(manager, [*range(1, 18)])
     manager.flush()
@@ -95,7 +95,7 @@ def test_an_offloaded_block_is_updated_and_on_the_host():
     assert not any(isinstance(each, Removed) for each in data(sink))
 
 
-def test_sizes_of_a_window_travel_with_its_events():
+def test_the_events_of_a_window_carry_its_sizes():
     sink = CapturingSink()
     manager = V1Manager(num_blocks=8, block_size=4, sink=sink, windows=[(8, 6, 2), 32])
     manager.flush()
@@ -111,7 +111,7 @@ def test_sizes_of_a_window_travel_with_its_events():
     assert full == {"window_size": 32, "group_idx": 1, "blocks_per_level": (8, 0), "silently_gone": []}
 
 
-def test_only_a_window_of_the_whole_length_stores_while_a_request_runs():
+def test_only_the_full_length_window_stores_blocks_while_a_request_runs():
     manager, sink = made(windows=[8, 32], max_seq_len=32)
     request = manager.new_request([*range(1, 10)])
     manager.add(request)
@@ -143,7 +143,7 @@ def test_a_request_that_does_not_fit_changes_nothing():
     assert manager.num_free_blocks == 4
 
 
-def test_a_full_buffer_drops_the_oldest_and_leaves_a_gap_of_ids():
+def test_a_full_event_buffer_drops_the_oldest_events_and_leaves_a_gap_of_ids():
     manager, sink = made(event_buffer=1)
     for first in (1, 101, 201):
         serve(manager, [*range(first, first + 4)])
@@ -151,7 +151,7 @@ def test_a_full_buffer_drops_the_oldest_and_leaves_a_gap_of_ids():
     assert [event.event_id for event in sink.events] == [3]
 
 
-def test_clearing_removes_all_that_is_cached():
+def test_clear_removes_all_cached_blocks():
     manager, sink = made()
     request = manager.new_request(ONE_TO_TEN)
     manager.add(request)
@@ -165,7 +165,7 @@ def test_clearing_removes_all_that_is_cached():
     assert [*manager.resident()] == []
 
 
-def test_adapters_are_numbered_by_their_first_use():
+def test_adapters_are_numbered_in_the_order_of_first_use():
     manager, _ = made()
     names = ["b", "a", "b", None]
     found = [manager.new_request(Prompt([1], lora_name=name)).hasher.adapter for name in names]
@@ -194,7 +194,7 @@ def test_adapters_are_numbered_by_their_first_use():
         ({"onboard": 1}, "onboard must be True or False, got 1"),
     ],
 )
-def test_a_wrong_option_is_refused(options, message):
+def test_an_invalid_option_is_refused(options, message):
     with pytest.raises(ValueError) as caught:
         V1Manager(**{"num_blocks": 8, "block_size": 4, **options})
     assert str(caught.value) == message
@@ -226,19 +226,19 @@ def test_a_wrong_option_is_refused(options, message):
         ([(0, 4, 50, -1)], "a retention duration is a number of at least 0 (ms), or None; got -1"),
     ],
 )
-def test_a_wrong_retention_is_refused(ranges, message):
+def test_an_invalid_retention_is_refused(ranges, message):
     with pytest.raises(ValueError) as caught:
         Retention(tuple(ranges))
     assert str(caught.value) == message
 
 
-def test_retention_ranges_may_come_in_any_order_touch_and_leave_gaps():
+def test_retention_ranges_can_be_unordered_adjacent_or_have_gaps():
     kept = Retention(((50, 100, 1, None), (30, 40, 2, None)))
     assert [kept.of_block(first)[0] for first in (0, 30, 40, 99)] == [None, 2, None, 1]
     Retention(((0, 30, 35, None), (30, 50, 35, None), (60, None, 35, None)))
 
 
-def test_a_prompt_of_hashes_or_of_nothing_is_refused():
+def test_a_prompt_of_hashes_and_an_empty_prompt_are_refused():
     manager, _ = made()
     with pytest.raises(ValueError, match="a prompt of hashes has no tokens"):
         manager.new_request(Prompt(hashes=[1, 2]))
@@ -246,15 +246,15 @@ def test_a_prompt_of_hashes_or_of_nothing_is_refused():
         manager.new_request([])
 
 
-def test_an_eviction_that_does_not_end_is_reported_in_one_line():
+def test_an_endless_eviction_is_reported_in_one_line():
     manager, _ = made(windows=[(8, 3, 0)], max_seq_len=64)
-    serve(manager, range(8), range(50, 56))  # at 12 tokens the first block leaves, and at 13 it comes again
+    serve(manager, range(8), range(50, 56))  # at 12 tokens the first block is dropped, and at 13 it is added again
     message = "TensorRT-LLM ends here: a request took back a block that had left its window of 8 tokens"
     with pytest.raises(RuntimeError, match=f"^{message}"):
         serve(manager, range(100, 112), (60,))
 
 
-def test_out_of_blocks_says_of_which_window():
+def test_out_of_blocks_names_the_window():
     spec = BACKENDS["trtllm"].variant("trtllm_two_windows", windows=(64, 3200))
     worker = RouterHarness(EngineProfile(block_size=32, num_blocks=24), spec).worker(0)
     with pytest.raises(OutOfBlocks, match=r"^40 blocks are needed and 24 are available of the 24 of the window of 64 "):

@@ -1,8 +1,7 @@
-"""What events promise of TensorRT-LLM's V1 cache, beside what its tree holds and what a look-up reuses, on the
-recordings.
+"""TensorRT-LLM's V1 events compared with the contents of its tree and with lookups, on the recordings.
 
-The law: at the end of each iteration, announced and not Removed is what the tree holds, in each window, but for leaves
-that partial matches took. What a look-up reuses is then announced too, block by block, a last one perhaps by a part.
+The law: at the end of each iteration, the stored and not removed blocks of each window are those in the tree, except
+for leaves that partial matches took. A lookup then reuses only stored blocks; of the last it may reuse a part.
 """
 
 from collections import Counter
@@ -18,7 +17,7 @@ PLAYER = player("engines/trtllm/play_trtllm.py")
 
 
 class Watched(PLAYER.Player):
-    """Plays a program, and keeps for each window what is announced and on which level."""
+    """Play a program, and record for each window the stored blocks and their levels."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -34,7 +33,7 @@ class Watched(PLAYER.Player):
                 held.update(zip(data.block_hashes, event.extra["cache_levels"], strict=True))
             elif isinstance(data, Removed):
                 for name in data.block_hashes:
-                    del held[name]  # of nothing that was not announced
+                    del held[name]  # only of stored blocks
             elif isinstance(data, Updated) and data.levels:
                 assert held[data.block_hash] == data.levels[0]
                 held[data.block_hash] = data.levels[1]
@@ -57,7 +56,7 @@ class Watched(PLAYER.Player):
         for (block, tokens, is_partial), key in zip(
             longest.match(self.manager._keys(request)), self.manager._keys(request), strict=False
         ):
-            # By its name at a flush it was announced; what an iteration stored since comes out at the next.
+            # It was stored by its name at a flush; later stores of an iteration are published at the next flush.
             assert block.name == v1_block_key(block.key, block.parent.name)
             assert is_partial or block.key == key
             found += tokens
@@ -73,7 +72,7 @@ def is_lossless(program):
 
 
 def watched(program):
-    """Play a program; return what was counted."""
+    """Play a program and return the counts."""
     playing = Watched(program["config"])
     for call, *arguments, _ in program["log"]:
         playing.play(call, *arguments)
@@ -81,7 +80,7 @@ def watched(program):
 
 
 @pytest.mark.parametrize("kind", ["programs", "v1"])
-def test_what_is_announced_is_in_the_tree_but_for_what_partial_matches_took(recording, kind):
+def test_announced_blocks_equal_the_tree_except_for_leaves_taken_by_partial_matches(recording, kind):
     counts = Counter()
     for program in filter(is_lossless, recording("trtllm_v1.json.gz")[kind]):
         counts += watched(program)

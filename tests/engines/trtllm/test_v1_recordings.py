@@ -1,7 +1,7 @@
 """The recordings of TensorRT-LLM's V1 manager, step by step: answers, events, free blocks and the queues at the end.
 
-The data is a part of the recordings that `play_trtllm.py` plays whole: 17 random programs that have every kind of step
-together, and 21 by hand; and 24 chains of hashes.
+The data is a part of the recordings that `play_trtllm.py` plays: 17 random programs that together contain every kind of
+step, 21 programs by hand, and 24 chains of hashes.
 """
 
 import gzip
@@ -29,7 +29,7 @@ def test_every_recorded_chain_has_the_recorded_names(recording):
     assert [found for row in rows if (found := PLAYER.hash_differences(row))] == []
 
 
-def test_the_recordings_have_what_can_go_wrong(recording):
+def test_the_recordings_cover_level_changes_ties_windows_and_a_full_buffer(recording):
     programs = recording(FILE)["programs"]
     events = [event for program in programs for step in program["log"] if step[0] == "flush" for event in step[1]]
     updated = [event for event in events if event[2] == "U"]
@@ -42,14 +42,14 @@ def test_the_recordings_have_what_can_go_wrong(recording):
 
 
 @pytest.mark.parametrize("call", ["add", "add_token", "free", "flush"])
-def test_a_difference_is_found(recording, call):
+def test_the_player_finds_a_difference_in_the_answer_of_any_call(recording, call):
     program = recording(FILE)["programs"][0]
     number = next(number for number, step in enumerate(program["log"]) if step[0] == call)
     program["log"][number][-1] = "other"
     assert (number, call, "other") == next(PLAYER.differences(program))[:3]
 
 
-def test_the_player_says_what_differs_and_fails(recording, tmp_path, capsys):
+def test_the_player_prints_differences_and_exits_with_1(recording, tmp_path, capsys):
     recorded = recording(FILE)
     path = tmp_path / "programs.json.gz"
     recorded["programs"][1]["final"]["free"] = {}

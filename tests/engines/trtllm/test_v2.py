@@ -1,4 +1,4 @@
-"""TensorRT-LLM's V2 manager by hand: the examples of its rules, what is refused, and what it says of itself."""
+"""TensorRT-LLM's V2 manager by hand: the examples of its rules, refused calls, and its state reports."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def made(num_blocks=8, **options):
 
 
 def begin(manager, prompt):
-    """A request whose prompt is computed; returns it, and the tokens that were hit."""
+    """Start a request and compute its prompt; returns it and the hit tokens."""
     request = manager.new_request(prompt)
     hit, is_resumed = manager.prepare_context(request)
     assert is_resumed
@@ -28,20 +28,20 @@ def begin(manager, prompt):
 
 
 def serve(manager, prompt):
-    """A request from its start to its end; returns the tokens that were hit."""
+    """Serve a request from its start to its end; returns the hit tokens."""
     request, hit = begin(manager, prompt)
     manager.close(request)
     return hit
 
 
 def data(manager, sink):
-    """What came out since."""
+    """Return the event data since the last call."""
     sink.take()
     manager.flush()
     return [event.data for event in sink.events]
 
 
-def test_a_prompt_is_stored_with_its_last_token_and_output_never():
+def test_a_prompt_is_stored_with_its_last_token_and_output_is_never_stored():
     manager, sink = made()
     request, hit = begin(manager, [*range(1, 11)])
     for _ in range(5):
@@ -65,7 +65,7 @@ def test_a_longer_block_replaces_its_shorter_sibling():
     assert (new.parent_hash, new.block_hashes) == (TWO, (FULL,))
 
 
-def test_pages_fall_to_the_host_and_come_back():
+def test_evicted_pages_move_to_the_host_and_are_loaded_back():
     manager, sink = made(6, levels=(4,))
     serve(manager, [*range(1, 18)])
     serve(manager, [*range(100, 117)])
@@ -74,13 +74,13 @@ def test_pages_fall_to_the_host_and_come_back():
     assert {each.block_hash for each in fallen} == {*manager.resident(StorageTier.HOST_PINNED)}
     assert serve(manager, [*range(1, 18)]) == 16
     gone, *moved, tail = data(manager, sink)
-    assert tail.block_hashes == (3646255374819992052,)  # its last token, anew
+    assert tail.block_hashes == (3646255374819992052,)  # its last token is computed again
     assert gone.block_hashes == (3646255374819992052, 5503380140038869326, 14139067582760148978)
     assert [each.levels for each in moved] == [(0, 1), (1, 0), (1, 0), (1, 0), (0, 1)]
     assert manager.tier_sizes == {StorageTier.DEVICE: 6, StorageTier.HOST_PINNED: 4}
 
 
-def test_a_layer_group_is_a_group_by_its_id_and_the_longest_window_is_of_attention():
+def test_events_carry_the_layer_group_and_the_longest_window_counts_as_attention():
     manager, sink = made([6, 8], groups=[(8, 0), (None, 0)], pool_groups=[0, 1], max_seq_len=64)
     assert [Cleared(), Cleared()] == [event.data for event in sink.events]
     short, full = (event.extra for event in sink.router_events)
@@ -101,7 +101,7 @@ def test_a_layer_group_is_a_group_by_its_id_and_the_longest_window_is_of_attenti
 
 
 @pytest.mark.parametrize("algo", ["v2_sha256", "v2_sha256_64"])
-def test_a_name_of_sha256_is_its_first_8_bytes(algo):
+def test_a_sha256_block_name_is_its_first_8_bytes(algo):
     manager, sink = made(hash_algo=algo)
     serve(manager, [1, 2, 3, 4])
     (stored,) = data(manager, sink)
@@ -110,7 +110,7 @@ def test_a_name_of_sha256_is_its_first_8_bytes(algo):
     assert {"v2_sha256": (None, (SHA,)), "v2_sha256_64": None}[algo] == digests
 
 
-def test_a_request_is_not_resumed_while_too_much_is_in_use():
+def test_a_request_is_not_resumed_above_max_util_for_resume():
     manager, _ = made(8, max_util_for_resume=0.5)
     first, _ = begin(manager, [*range(1, 25)])
     second = manager.new_request([100, 101])
@@ -121,7 +121,7 @@ def test_a_request_is_not_resumed_while_too_much_is_in_use():
         manager.prepare_context(second)
 
 
-def test_a_suspended_request_keeps_its_pages_and_a_first_chunk_without_room_is_suspended():
+def test_a_request_is_suspended_if_its_first_chunk_has_no_room_and_keeps_its_pages():
     manager, sink = made(4, levels=(4,))
     first, _ = begin(manager, [*range(1, 17)])
     second = manager.new_request([*range(100, 110)])
@@ -139,7 +139,7 @@ def test_a_suspended_request_keeps_its_pages_and_a_first_chunk_without_room_is_s
     assert 4 == manager.num_active_blocks == manager.num_active_block_refs
 
 
-def test_clearing_removes_all_that_is_cached():
+def test_clear_removes_all_cached_blocks():
     manager, sink = made()
     request, _ = begin(manager, [*range(1, 11)])
     assert not manager.clear()
@@ -151,7 +151,7 @@ def test_clearing_removes_all_that_is_cached():
     assert manager.free_slots() == [[[8, 0]]]
 
 
-def test_an_adapter_has_its_own_tree():
+def test_each_adapter_and_salt_has_its_own_tree():
     manager, _ = made()
     serve(manager, Prompt([1, 2, 3, 4, 5], lora_name="a"))
     assert manager.lookup(manager.new_request([1, 2, 3, 4, 5])) == 0
@@ -197,14 +197,14 @@ GROUPS = "groups are (window in tokens or None, sink tokens), at least one; got 
         ({"max_seq_len": 0}, "max_seq_len must be an integer of at least 1 tokens, or None, got 0"),
     ],
 )
-def test_a_wrong_option_is_refused(options, message):
+def test_an_invalid_option_is_refused(options, message):
     with pytest.raises(ValueError) as caught:
         V2Manager(**{"num_blocks": 8, "block_size": 4, **options})
     assert str(caught.value) == message
 
 
-def test_a_page_whose_block_left_the_tree_while_a_sequence_has_it_names_no_block():
-    """Both windows have passed block 0; the other prompt evicts its page of the first, and with it the block leaves."""
+def test_a_page_in_use_has_no_name_after_its_block_left_the_tree():
+    """Both windows have passed block 0; the other prompt evicts its page of the first; this removes the block."""
     manager, sink = made([3, 6], groups=[(4, 0), (8, 0)], pool_groups=[0, 1])
     request = manager.new_request([1, 2, 3, 4])
     assert manager.prepare_context(request) == (0, True)

@@ -1,9 +1,8 @@
-"""What events promise of TensorRT-LLM's V2 cache, beside what its tree holds and what a look-up reuses, on the
-recordings.
+"""TensorRT-LLM's V2 events compared with the contents of its tree and with lookups, on the recordings.
 
-The law: at the end of each iteration, announced and not Removed in a layer group is what the tree holds pages of there,
-on the level that its events say, nothing more and nothing less. What a look-up reuses is announced in each layer group
-that needs it.
+The law: at the end of each iteration, the stored and not removed blocks of a layer group are exactly those with pages
+in the tree, on the level of their events. A lookup reuses only blocks that are stored in each layer group that needs
+them.
 """
 
 from collections import Counter
@@ -18,7 +17,7 @@ PLAYER = player("engines/trtllm/play_trtllm.py")
 
 
 class Watched(PLAYER.V2Player):
-    """Plays a program, and keeps for each layer group what is announced and on which level."""
+    """Play a program, and record for each layer group the stored blocks and their levels."""
 
     def __init__(self, config):
         super().__init__(config)
@@ -31,11 +30,11 @@ class Watched(PLAYER.V2Player):
         for event in self.sink.router_events[before:]:
             data, held = event.data, self.announced[event.extra["layer_group_id"]]
             if isinstance(data, Stored):
-                assert not held.keys() & {*data.block_hashes}  # nothing is announced twice
+                assert not held.keys() & {*data.block_hashes}  # no block is stored twice
                 held.update(zip(data.block_hashes, event.extra["cache_levels"], strict=True))
             elif isinstance(data, Removed):
                 for name in data.block_hashes:
-                    del held[name]  # of nothing that was not announced
+                    del held[name]  # only of stored blocks
             elif isinstance(data, Updated):
                 assert held[data.block_hash] == data.levels[0]
                 held[data.block_hash] = data.levels[1]
@@ -48,7 +47,7 @@ class Watched(PLAYER.V2Player):
         return []
 
     def is_behind(self):
-        """Whether in a layer group a block of the device stands behind one of a lower level."""
+        """Return whether in a layer group a block on the device follows a block on a lower level."""
         pairs = (
             pair
             for block in self.manager.tree.blocks()
@@ -71,7 +70,7 @@ class Watched(PLAYER.V2Player):
 
 
 def watched(program):
-    """Play a program; return what was counted."""
+    """Play a program and return the counts."""
     playing = Watched(program["config"])
     for call, *arguments, _ in program["log"]:
         playing.play(call, *arguments)
@@ -79,7 +78,7 @@ def watched(program):
 
 
 @pytest.mark.parametrize("kind", ["programs", "v2"])
-def test_what_is_announced_is_what_the_tree_has_pages_of(recording, kind):
+def test_announced_blocks_equal_the_pages_of_the_tree(recording, kind):
     counts = Counter()
     for program in recording("trtllm_v2.json.gz")[kind]:
         if program["config"]["event_buffer_max_size"] > 100:

@@ -1,7 +1,7 @@
 """The recordings of TensorRT-LLM's V2 manager, step by step: answers, events, free slots and the queues at the end.
 
-The data is a part of the recordings that `play_trtllm.py` plays whole: 15 random programs that have every kind of step
-together, and 21 by hand.
+The data is a part of the recordings that `play_trtllm.py` plays: 15 random programs that together contain every kind of
+step, and 21 programs by hand.
 """
 
 import pytest
@@ -20,7 +20,7 @@ def test_every_program_has_the_recorded_answers_events_and_queues(recording, kin
         assert list(PLAYER.differences(program)) == [], program.get("seed", program.get("name"))
 
 
-def test_the_recordings_have_what_can_go_wrong(recording):
+def test_the_recordings_cover_all_levels_hash_algorithms_layer_groups_and_answers(recording):
     programs = recording(FILE)["programs"]
     configs = [program["config"] for program in programs]
     events = [event for program in programs for step in program["log"] if step[0] == "flush" for event in step[1]]
@@ -33,7 +33,7 @@ def test_the_recordings_have_what_can_go_wrong(recording):
 
 
 @pytest.mark.parametrize("call", ["prepare_context", "resize_context", "free", "flush"])
-def test_a_difference_is_found(recording, call):
+def test_the_player_finds_a_difference_in_the_answer_of_any_call(recording, call):
     program = recording(FILE)["programs"][0]
     number = next(number for number, step in enumerate(program["log"]) if step[0] == call)
     program["log"][number][-1] = "other"
@@ -41,7 +41,7 @@ def test_a_difference_is_found(recording, call):
 
 
 @pytest.mark.parametrize("name", ["v1_block_key", "v2_sha256", "v2_sha256_64"])
-def test_a_wrong_name_of_a_chain_is_found(recording, name):
+def test_the_player_finds_a_wrong_name_in_a_chain_of_hashes(recording, name):
     row = recording("trtllm_hashes.json")[0]
     assert PLAYER.hash_differences(row) == []
     row[name] = ["other"]

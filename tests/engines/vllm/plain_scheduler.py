@@ -1,4 +1,4 @@
-"""A plain model of vLLM's scheduler over a device of ours, as the recordings ran it; and events as they have them."""
+"""A plain model of vLLM's scheduler over our device, as in the recordings, and events in the form of the recordings."""
 
 from collections import deque
 
@@ -44,7 +44,7 @@ class Pool:
 
 
 class GroupedPool(Pool):
-    """The device of an engine with several groups, or with tokens that are not known yet."""
+    """The device of an engine with several groups, or with tokens that are still unknown."""
 
     def blocks(self, state):
         return tuple(table.blocks for table in state.tables)
@@ -70,7 +70,7 @@ class GroupedPool(Pool):
 
 
 def groups_of(config):
-    """The groups of an engine's cache, whose blocks are those of all ranks of context parallelism together."""
+    """Return the groups of an engine's cache; their blocks span all ranks of context parallelism."""
     size = config["block_size"] * config.get("dcp", 1)
     return [
         OffloadGroup(size) if each == "full" else OffloadGroup(size, "sliding_window", each[1])
@@ -79,7 +79,7 @@ def groups_of(config):
 
 
 def device_of(config, sink, *, grouped=False):
-    """The device of an engine; `grouped`: with tables of groups, though it has one group and one batch at a time."""
+    """Return the device of an engine; `grouped`: with tables of groups despite one group and one batch at a time."""
     groups, ranks = groups_of(config), {"dcp": config.get("dcp", 1), "pcp": config.get("pcp", 1)}
     if not (grouped or config.get("async") or len(groups) > 1):
         size = groups[0].block_size
@@ -97,23 +97,23 @@ def device_of(config, sink, *, grouped=False):
 
 
 class Request:
-    """A request as the scheduler knows it."""
+    """The scheduler's state of a request."""
 
     def __init__(self, name, state, offload, output):
         self.name, self.state, self.offload, self.output = name, state, offload, output
         self.generated = 0
-        self.unknown = 0  # tokens that are sampled, and not processed
-        self.in_flight = 0  # tokens that are scheduled, and not processed
+        self.unknown = 0  # sampled tokens that are not processed
+        self.in_flight = 0  # scheduled tokens that are not processed
         self.last_step = 0
-        self.status = "waiting"  # loading, loaded, named, running, over
+        self.status = "waiting"  # loading, loaded, named, running, finished
         self.last_length = len(state) + len(output)
 
 
 class Batched:
-    """What was scheduled in one step."""
+    """The work that was scheduled in one step."""
 
     def __init__(self):
-        self.scheduled = []  # (request, tokens, whether it samples one)
+        self.scheduled = []  # (request, tokens, whether it samples a token)
         self.done = []
 
 
@@ -121,10 +121,10 @@ class PlainScheduler:
     """A scheduler over a device, and the records of its steps.
 
     Args:
-        config: of the engine, as recorded.
-        device: what it runs on.
-        host: what is below the device, which has events; None: nothing.
-        defers: whether blocks of what ends wait for the steps in flight.
+        config: the recorded configuration of the engine.
+        device: the device's cache.
+        host: the tier below the device, which has events; None: no tier.
+        defers: whether the blocks of finished requests wait for the steps in flight.
     """
 
     def __init__(self, config, device, host=None, *, defers=False):
@@ -133,7 +133,7 @@ class PlainScheduler:
         self.requests = {}
         self.running, self.waiting, self.loading = [], deque(), []
         self.prefills = set()
-        self.over, self.preempted = [], []  # not yet planned for
+        self.over, self.preempted = [], []  # not planned yet
         self.batches = deque()
         self.frees = DeferredFrees(self.manager, defers=defers)
         self.device_events = []
@@ -144,27 +144,27 @@ class PlainScheduler:
     # --------------------------------------------------------------------------------------- what is below the device
 
     def match(self, request, local):
-        """Tokens behind `local` ones that come from below, and whether they are waited for; None: not known yet."""
+        """Return the tokens to load from below after `local` ones, and whether to wait for them; None: unknown."""
         return 0, False
 
     def placed(self, request, local, external):
-        """Note that a request has blocks for what it found: tokens of the device, and from below.
+        """Record that a request has blocks for its hits: tokens on the device, and below it.
 
-        It runs next, or waits for what comes from below; when that has come, it is told again, of none.
+        It runs next, or waits for its load from below; after the load, this is called again without tokens.
         """
 
     def ended(self, request, *, aborted):
-        """Note that a request is over."""
+        """Record that a request has ended."""
 
     def plan(self, preempted, over):
-        """Let what is below make its step, and record it."""
+        """Run the step of the tier below, and record it."""
 
     def complete(self, batch):
-        """Note what a batch has copied; returns the requests whose tokens have come."""
+        """Record the copies of a batch; returns the requests whose loads are complete."""
         return ()
 
     def reset_below(self):
-        """Forget what is below; returns whether it could."""
+        """Reset the tier below; returns whether this was possible."""
         self.host.reset()
         return True
 
@@ -219,10 +219,10 @@ class PlainScheduler:
         return bool(self.running or self.waiting or self.loading or self.over) or not self.is_idle_below()
 
     def step(self, recorded):
-        """One call; returns its record.
+        """Make one step; returns its record.
 
         Args:
-            recorded: that of the recording, for what the recording made up and for the order of what has none.
+            recorded: the record of the recording, for the values that it made up and for the order of unordered values.
         """
         record, self.recorded = {}, recorded
         if not self.is_async:
@@ -262,7 +262,7 @@ class PlainScheduler:
         self.batches.append(self.batch)
 
     def names_below(self):
-        """The names of requests by what they are below the device."""
+        """Return the names of requests by their identities below the device."""
         return {request.offload: name for name, request in self.requests.items()}
 
     def take(self, request, tokens):
@@ -281,14 +281,14 @@ class PlainScheduler:
         return self.budget > 0
 
     def next_tokens(self, request):
-        """How many tokens of a request that runs are computed next."""
+        """Return the number of tokens of a running request to compute next."""
         state, unknown = request.state, request.unknown
         if unknown and state.num_computed_tokens + 2 - unknown >= request.last_length:
             return 0
         return min(len(state) + unknown - state.num_computed_tokens, self.budget)
 
     def run_running(self):
-        """Schedule what runs."""
+        """Schedule the running requests."""
         place = 0
         while place < len(self.running) and self.has_budget():
             request = self.running[place]
@@ -301,7 +301,7 @@ class PlainScheduler:
             self.take(request, tokens)
 
     def allocate(self, request, tokens):
-        """Allocate for what runs, at the cost of what came last; returns whether it was not preempted itself."""
+        """Allocate for a running request and preempt the last ones; returns whether it was not preempted itself."""
         state = request.state
         held = [len(blocks) for blocks in self.device.blocks(state)]
         while self.device.allocate(state, tokens) is None:
@@ -333,7 +333,7 @@ class PlainScheduler:
                     queue.remove(request)
 
     def admit_loaded(self, request):
-        """Name what has come, once, and admit its request."""
+        """Name the loaded tokens once, and admit their request."""
         if request.status == "loaded":
             request.status = "named"
             self.name_loaded(request)
@@ -345,7 +345,7 @@ class PlainScheduler:
         state.num_computed_tokens = min(state.num_computed_tokens, len(state) - 1)
 
     def go_on(self, request):
-        """Admit a request which has what it waited for."""
+        """Admit a request whose load is complete."""
         state = request.state
         if self.device.missing(state, len(state)) > self.manager.num_free_blocks:
             return None
@@ -355,7 +355,7 @@ class PlainScheduler:
         return self.started(request, tokens)
 
     def admit_new(self, request):
-        """Admit a request that has computed nothing: True; False: it is passed over; None: no other is admitted."""
+        """Try to admit a request without computed tokens: True: admitted; False: skipped; None: admission ends."""
         device, state = self.device, request.state
         hits, local = device.lookup(state)
         external, waits = self.match(request, local) or (None, False)
@@ -380,7 +380,7 @@ class PlainScheduler:
         return self.started(request, tokens)
 
     def waits(self, request):
-        """Let a request wait for what comes from below."""
+        """Let a request wait for its load from below."""
         request.status = "loading"
         if request not in self.loading:
             self.loading.append(request)
@@ -412,7 +412,7 @@ class PlainScheduler:
         record["free"] = self.manager.num_free_blocks
 
     def answer(self, request, tokens, samples):
-        """Note that a request has computed tokens, and what it sampled."""
+        """Record the computed and the sampled tokens of a request."""
         state = request.state
         request.in_flight -= tokens
         if isinstance(self.manager, VllmHybridManager):
@@ -433,13 +433,13 @@ class PlainScheduler:
             self.end(request)
 
     def taken(self):
-        """The events since the last step, as the wire has them."""
+        """Return the events since the last step in wire form."""
         events, self.device_events = self.device_events, []
         return written(events, () if self.host is None else self.host.take_events())
 
 
 def written(events, below=()):
-    """Events as the wire has them, without what is None: of a device, and those of what is below it, as it has them."""
+    """Return events in wire form without None fields: a device's events, then unchanged ones of the tier below."""
     events = [*events, *(RouterEvent(0, KvCacheEvent(0, *one[:1]), *one[1:]) for one in below)]
     rows = msgspec.msgpack.decode(encode(Batch(events, 1.5, 0), "vllm-0.33"))[1]
     return [without_none(row) for row in rows]
@@ -450,7 +450,7 @@ def without_none(event):
 
 
 def wire_events(events, fields):
-    """Recorded events as the wire has them, without what is None; those that are rows have these fields."""
+    """Return recorded events in wire form without None fields; events that are rows have these fields."""
     tags = {"S": "BlockStored", "R": "BlockRemoved", "C": "AllBlocksCleared"}
     named = (
         {"type": tags[event[0]], **dict(zip(fields[tags[event[0]]], event[1:], strict=True))}
@@ -462,10 +462,10 @@ def wire_events(events, fields):
 
 
 def step_difference(number, recorded, got):
-    """The fields of a step that differ, as text; None if there are none."""
+    """Return the different fields of a step as text, or None."""
     return in_lines(f"entry {number}:", unlike(recorded, got, or_empty=True))
 
 
 def reset_difference(number, recorded, got):
-    """What differs in the answer to a reset, as text; None if nothing does."""
+    """Return the difference in the answer to a reset as text, or None."""
     return None if got == recorded else f"entry {number}: reset: recorded {recorded!r}, got {got!r}"

@@ -1,12 +1,12 @@
-"""Play recordings of small contracts on ours, and print what differs by program and step.
+"""Play recordings of small contracts on our cache, and print the differences by program and step.
 
     python tests/engines/vllm/play_contracts.py FILE...
 
 They are full reports, context parallelism, resets, pauses, adapters and `SimpleCPUOffloadConnector` of vLLM, and
 SGLang's load stream. The last line is "N of M programs equal", over all files; the exit status is 1 if any differs.
-Scenarios and streams count as programs, and so do the endpoints of a file, or its ranges of ports, together. What is
-played on is the package's; a plain model here is what the recordings made up: vLLM's scheduler, sampled tokens, the
-copies, and of a load stream the clock and the socket.
+Scenarios and streams count as programs; the endpoints of a file count together, as do its ranges of ports. The caches
+are those of the package. This program models what the recordings made up: vLLM's scheduler, sampled tokens, the copies,
+and the clock and socket of a load stream.
 """
 
 import json
@@ -31,7 +31,7 @@ hybrid = players.player("engines/vllm/play_hybrid.py")
 
 
 class Copies:
-    """The copies of a recording: one queue a direction, and how many steps each transfer takes."""
+    """The copies of a recording: one queue per direction, and the duration of each transfer in steps."""
 
     def __init__(self, latency):
         self.latency = latency
@@ -39,7 +39,7 @@ class Copies:
         self.now = -1
 
     def step(self, plan):
-        """One step; returns the loads and the stores that are done."""
+        """Make one step; returns the completed loads and stores."""
         self.now += 1
         if plan.flush:
             for queue in self.queues.values():
@@ -60,7 +60,7 @@ class Copies:
 
 
 class Engine(plain.PlainScheduler):
-    """A scheduler over a device, with a pool below it or without, and the records of its steps."""
+    """A scheduler over a device, with or without a pool below it, and the records of its steps."""
 
     def __init__(self, config):
         has_pool, host = "cpu_blocks" in config, None
@@ -121,7 +121,7 @@ class Engine(plain.PlainScheduler):
         if self.host is None:
             return
         record, recorded = self.record, self.recorded
-        computing = sorted(self.computing, key=lambda each: each[2])  # as the output of vLLM's scheduler has them
+        computing = sorted(self.computing, key=lambda each: each[2])  # as in the output of vLLM's scheduler
         requests = [ComputingRequest(each.offload, before) for each, before, _ in computing]
         plan = self.host.plan(requests, flush=bool(preempted))
         loads, stores = self.copies.step(plan)
@@ -183,18 +183,18 @@ class Engine(plain.PlainScheduler):
 
 
 def counted(names, several):
-    """Hashes, with several groups which one, and how often they are there."""
+    """Return the number of copies of each hash, with its group if there are several."""
     rows = Counter((name, group) if several else (name,) for group, name in names)
     return [[*row, count] for row, count in sorted(rows.items())]
 
 
 def in_order_of(recorded, got):
-    """What was found, in the order of the recording, which is that of a set."""
+    """Return the result in the order of the recording, which is that of a set."""
     return recorded if sorted(recorded) == sorted(got) else got
 
 
 def difference(program, fields):
-    """The first difference of a program of one engine, as text; None if there is none."""
+    """Return the first difference of a program of one engine as text, or None."""
     engine = Engine(program["config"])
     is_scenario = "kind" in program
     for number, (op, *given) in enumerate(program["log"]):
@@ -274,7 +274,7 @@ class GroupPlayer(hybrid.Player):
 
 
 def stream_difference(stream):
-    """The first difference of a load stream, as text; None if there is none."""
+    """Return the first difference of a load stream as text, or None."""
     parallel = stream["parallel"]
     publishes = not (parallel["pp_rank"] or parallel["attn_tp_rank"] or parallel["attn_cp_rank"])
     rank = load_rank(**{name: parallel[name] for name in ("attn_dp_size", "attn_dp_rank", "dp_rank")})
@@ -304,7 +304,7 @@ def stream_difference(stream):
 
 
 def ranges_difference(ranges):
-    """The first row of ports that differs, as text; None if there is none."""
+    """Return the first different row of ports as text, or None."""
     for kv_endpoint, replay_endpoint, ranks, option, ports, complains in ranges:
         try:
             got = load_ports(option, kv_endpoint=kv_endpoint, replay_endpoint=replay_endpoint, ranks=ranks)
@@ -318,7 +318,7 @@ def ranges_difference(ranges):
 
 
 def endpoints_difference(endpoints):
-    """The first endpoint of a rank that differs, as text; None if there is none."""
+    """Return the first different endpoint of a rank as text, or None."""
     for endpoint, rank, bound in endpoints:
         try:
             got = rank_endpoint(endpoint, rank)
@@ -330,7 +330,7 @@ def endpoints_difference(endpoints):
 
 
 def played(value):
-    """Each program of a recording: its name, and its first difference."""
+    """Yield the name of each program of a recording with its first difference."""
     if isinstance(value, list):
         yield from hybrid.played(value, lambda program: hybrid.difference(program, GroupPlayer))
         return

@@ -1,4 +1,4 @@
-"""Play recorded programs of vLLM with several cache groups on our manager, and print what differs by program and step.
+"""Play recorded programs of vLLM with several cache groups on our manager, and print the differences by step.
 
     python tests/engines/vllm/play_hybrid.py FILE...
 
@@ -23,7 +23,7 @@ from pytest_kvmock.values.prompt_keys import group_of
 
 
 def draft_model(program):
-    """The draft model of a program; those of older recordings say `use_eagle`, which is the drop mode."""
+    """Return the draft model of a program; older recordings name it `use_eagle`, which is the drop mode."""
     if "spec" in program:
         given = dict(program["spec"])
         return Speculative(modules=given.pop("mtp_layers", 1), **given)
@@ -31,7 +31,7 @@ def draft_model(program):
 
 
 def groups_of(program):
-    """The fields of its groups; with a draft model, scratch blocks follow from that."""
+    """Return the fields of its groups; a draft model determines the scratch blocks."""
     if draft_model(program) is None:
         return program["groups"]
     return [
@@ -40,7 +40,7 @@ def groups_of(program):
 
 
 class Player:
-    """A manager under replay, and what its scheduler knows of its requests."""
+    """A manager under replay, and its scheduler's state of the requests."""
 
     def __init__(self, program):
         self.groups = program["groups"]
@@ -144,7 +144,7 @@ class Player:
         return {"ok": self.manager.reset_prefix_cache()}
 
     def publish(self, event, storage_tier, token_ids=None, extra=None):
-        """Take an event of the manager, in the form of the recordings."""
+        """Record an event of the manager in the form of the recordings."""
         data, group, extra = event.data, group_of(extra), extra or {}
         if isinstance(data, Cleared):
             self.events.append(["C"])
@@ -161,12 +161,12 @@ class Player:
             self.events.append(one + self.beside(extra))
 
     def beside(self, extra):
-        """What a Stored has besides its blocks."""
+        """Return the fields of a Stored other than its blocks."""
         keys = extra.get("extra_keys", ())
         return [[each and list(each) for each in keys]] if any(keys) else []
 
     def taken(self):
-        """The events since the last step."""
+        """Return the events since the last step."""
         events, self.events = self.events, []
         return events
 
@@ -188,11 +188,11 @@ class Player:
 
 
 def difference(program, of=Player):
-    """The first difference of a program, as text; None if there is none.
+    """Return the first difference of a program as text, or None.
 
     Args:
-        program: as recorded.
-        of: the player that plays it.
+        program: the recorded program.
+        of: the class of its player.
     """
     player = of(program)
     facts = {name: value for name, value in program["facts"].items() if name != "kinds"}
@@ -207,7 +207,7 @@ def difference(program, of=Player):
 
 
 def played(programs, difference=difference):
-    """Each program's name, and what differs in it, or None."""
+    """Yield each program's name with its differences, or None."""
     for program in programs:
         yield f"{program.get('geometry', program.get('kind'))}, seed {program['seed']}", difference(program)
 

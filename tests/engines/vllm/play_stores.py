@@ -1,11 +1,11 @@
-"""Play recordings of shared stores on ours, and print what differs by program and step.
+"""Play recordings of shared stores on our stores, and print the differences by program and step.
 
     python tests/engines/vllm/play_stores.py FILE...
 
 They are vLLM's tier of files, `MooncakeStoreConnector`, LMCache's server and the objects of SGLang's HiCache. The last
-line is "N of M programs equal", over all files; the exit status is 1 if any differs. Layouts count as programs. What is
-played on is the package's; a plain model here is what the recordings made up: vLLM's scheduler, sampled tokens, copies,
-and the threads that look for files, read and write them.
+line is "N of M programs equal", over all files; the exit status is 1 if any differs. Layouts count as programs. The
+stores are those of the package. This program models what the recordings made up: vLLM's scheduler, sampled tokens,
+copies, and the threads that look up, read and write files.
 """
 
 import json
@@ -30,13 +30,13 @@ plain = players.player("engines/vllm/plain_scheduler.py")
 native = players.player("engines/vllm/play_vllm_offload.py")
 
 PLAYED = ("file tier",)
-"""Kinds of scenarios."""
+"""The kinds of scenarios that are played."""
 
 # ------------------------------------------------------------------------------------------------------- files below
 
 
 class StepThreads(FileThreads):
-    """The threads of the recording: how many steps of its engine each job takes, and each batch of questions."""
+    """The threads of the recording: the duration of each job and of each batch of lookups, in steps of the engine."""
 
     def __init__(self, store, latency):
         super().__init__(store)
@@ -78,11 +78,11 @@ class StepThreads(FileThreads):
 
 
 class FileEngine(native.Engine):
-    """A scheduler over a device, its host, and the files below."""
+    """A scheduler over a device, its host, and the files below them."""
 
     def __init__(self, config, store, fields):
         self.threads = StepThreads(store, config["latency"])
-        self.lost_slots = False  # a read failed: in which order its slots come free has the order of a set
+        self.lost_slots = False  # a read failed: its slots are freed in the order of a set
         files = FileTier(self.threads, locality=config.get("locality"), publishes=config.get("file_events", True))
         super().__init__(config, fields, files=files)
 
@@ -110,11 +110,11 @@ class FileEngine(native.Engine):
 
 
 def sorted_transfers(events, transfers):
-    """Events with those of each transfer that has the order of a set sorted.
+    """Return events; those of each transfer with the order of a set are sorted.
 
     Args:
-        events: of a batch.
-        transfers: of each, in order: its medium, how many chunks it has, whether it has the order of a set.
+        events: the events of a batch.
+        transfers: for each transfer, in order: its medium, its number of chunks, whether it has the order of a set.
     """
     out = [*events]
     for medium in ("CPU", "STORAGE"):
@@ -132,7 +132,7 @@ def sorted_transfers(events, transfers):
 
 
 def file_tier_difference(program, fields):
-    """The first difference of a program over files, as text; None if there is none."""
+    """Return the first difference of a program over files as text, or None."""
     config = {"extra": {}, "blocks_per_chunk": 1, "engines": 1, **program["config"]}
     store = FileStore()
     engines = [FileEngine(config, store, fields) for _ in range(config["engines"])]
@@ -161,7 +161,7 @@ def file_tier_difference(program, fields):
 
 
 class RankThreads:
-    """The threads of one rank in the recording: how many steps each job takes, puts and loads in a queue each."""
+    """The threads of one rank in the recording: the duration of each job in steps; puts and loads have a queue each."""
 
     def __init__(self, rank, number, latency):
         self.rank, self.number, self.latency = rank, number, latency
@@ -175,7 +175,7 @@ class RankThreads:
         self.queues[kind].append((step, due, job))
 
     def due(self, step):
-        """The jobs that are due, each with its kind, those that were entered first before the others."""
+        """Return the jobs that are due, each with its kind, in the order in which they were entered."""
         out = []
         for kind, queue in self.queues.items():
             while queue and queue[0][1] <= step:
@@ -203,7 +203,7 @@ class MooncakeEngine(plain.PlainScheduler):
         self.threads = [RankThreads(rank, number, config["latency"]) for number, rank in enumerate(host.ranks)]
         self.answers, self.num_lookups = {}, 0
         self.now = 0
-        self.resumed = set()  # was preempted, and not scheduled since
+        self.resumed = set()  # preempted, and not scheduled since
 
     def add(self, name, prompt, output, salt):
         state = self.manager.new_request(Prompt(prompt, cache_salt=salt))
@@ -216,7 +216,7 @@ class MooncakeEngine(plain.PlainScheduler):
         self.resumed.add(request)
 
     def look_up(self, request):
-        """What the store is said to have of a request; None: that is not known yet."""
+        """Return the tokens of a request that the store reports; None: still unknown."""
         tokens = request.offload.tokens
         if tokens.num_tokens < tokens.block_size:
             return 0
@@ -248,7 +248,7 @@ class MooncakeEngine(plain.PlainScheduler):
     def admit_loaded(self, request):
         if request.status == "named" or request.state.num_computed_tokens:
             return super().admit_loaded(request)
-        self.manager.free(request.state)  # its load failed whole
+        self.manager.free(request.state)  # its whole load failed
         request.status = "waiting"
         return self.admit_new(request)
 
@@ -259,7 +259,7 @@ class MooncakeEngine(plain.PlainScheduler):
         return admitted
 
     def admit(self):
-        self.passed = []  # whose load failed whole: they wait again, before the others
+        self.passed = []  # their whole load failed: they wait again, before the others
         super().admit()
         for request in self.passed:
             self.loading.remove(request)
@@ -275,7 +275,7 @@ class MooncakeEngine(plain.PlainScheduler):
         self.record["asked"] = []
 
     def plan(self, preempted, over):
-        # New ones first, then those that were preempted, then those that run on: as vLLM hands them to its connector.
+        # New requests first, then preempted ones, then those that continue: the order for vLLM's connector.
         order = sorted(self.batch.scheduled, key=lambda each: (each[0] not in self.admitted, each[0] in self.resumed))
         self.resumed -= self.admitted
         scheduled = [
@@ -325,7 +325,7 @@ class MooncakeEngine(plain.PlainScheduler):
         )
 
     def take_missed(self, missed):
-        """Cut what loads are said to bring where a block of the device was not filled."""
+        """Cut the reported tokens of loads at the first block of the device that was not filled."""
         for request in self.loading:
             if request.status == "loading":
                 blocks = request.state.block_ids
@@ -345,7 +345,7 @@ class MooncakeEngine(plain.PlainScheduler):
 
 
 def mooncake_difference(program, fields):
-    """The first difference of a program over Mooncake's store, as text; None if there is none."""
+    """Return the first difference of a program over Mooncake's store as text, or None."""
     config = program["config"]
     objects = MooncakeObjects(config["capacity"], config["fails"])
     engines = [MooncakeEngine(config, objects) for _ in range(config["engines"])]
@@ -356,7 +356,7 @@ def mooncake_difference(program, fields):
         elif op == "full":
             objects.is_full = args[0]
         elif engine is None:
-            continue  # what is done to a dead engine
+            continue  # an operation on a dead engine
         elif op == "add":
             engine.add(*args[1:])
         elif op == "abort":
@@ -386,7 +386,7 @@ def mooncake_difference(program, fields):
 
 
 def lmcache_difference(program, fields):
-    """The first difference of a program over a server, as text; None if there is none."""
+    """Return the first difference of a program over a server as text, or None."""
     config = program["config"]
     server = LmcacheServer(chunk_tokens=config["chunk"], log_records=config["log"])
     engines = [server.attach(model, page=config["page"]) for model in config["models"]]
@@ -418,7 +418,7 @@ def lmcache_difference(program, fields):
 
 
 def chain_difference(none_hash, chain):
-    """What the recorded vectors of the chain differ in, as text; None if in nothing."""
+    """Return the difference from the recorded vectors of the chain as text, or None."""
     hasher = LmcacheHasher()
     if hasher.digests((), 1, 0, None) or hasher._root.hex() != none_hash:
         return f"the root is {hasher._root.hex()}, recorded {none_hash}"
@@ -433,7 +433,7 @@ def chain_difference(none_hash, chain):
 
 
 def keys_difference(layout):
-    """What the keys of a layout differ in, as text; None if in nothing."""
+    """Return the difference in the keys of a layout as text, or None."""
     ours = MooncakeLayout(
         tp=layout["tp"],
         pp=layout["pp"],
@@ -451,7 +451,7 @@ def keys_difference(layout):
 
 
 def names_difference(value):
-    """What the recorded digests of pages and their names in events differ in, as text; None if in nothing."""
+    """Return the difference from the recorded digests of pages and their names in events as text, or None."""
     for extra_key, salt, seed in value["namespace_seeds"]:
         got = page_root(extra_key, salt)
         if (None if got is None else got.hex()) != seed:
@@ -469,7 +469,7 @@ def names_difference(value):
 
 
 def played(value):
-    """The programs of a recording, each as its name, and what differs."""
+    """Yield the name of each program of a recording with its difference."""
     fields = value.get("fields")
     for number, layout in enumerate(value.get("layouts", ())):
         yield f"layout {number}", keys_difference(layout)

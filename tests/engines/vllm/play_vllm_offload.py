@@ -1,9 +1,9 @@
-"""Play recorded programs of vLLM with native offloading on ours, and print what differs by program and step.
+"""Play recorded programs of vLLM with native offloading on our cache, and print the differences by program and step.
 
     python tests/engines/vllm/play_vllm_offload.py FILE...
 
-The last line is "N of M programs equal"; the exit status is 1 if any differs. What is played on is the device's block
-manager and `NativeOffload`; vLLM's scheduler, and the copies of the recording, are plain models of the tests.
+The last line is "N of M programs equal"; the exit status is 1 if any differs. The device's block manager and
+`NativeOffload` are those of the package; this program models vLLM's scheduler, and the copies of the recording.
 """
 
 import json
@@ -26,7 +26,7 @@ PROMPT_KEYS = ("cache_salt", "session_id")
 
 
 class Copies:
-    """The copies of the recording: three queues, and how many steps each transfer takes."""
+    """The copies of the recording: three queues, and the duration of each transfer in steps."""
 
     def __init__(self, latency):
         self.latency = latency
@@ -45,7 +45,7 @@ class Copies:
                 queue[place][1] = self.now
 
     def step(self, plan):
-        """One step; returns the transfers that are done."""
+        """Make one step; returns the completed transfers."""
         self.now += 1
         begins = self.not_begun + [job for job in plan.stores if job.number in plan.flush]
         self.not_begun = [job for job in plan.stores if job.number not in plan.flush]
@@ -63,7 +63,7 @@ class Copies:
 
 
 def offload_options(config, bytes_per_token):
-    """What a config says of native offload."""
+    """Return the options of native offload in a config."""
     extra = config["extra"]
     return {
         "blocks_per_chunk": config["blocks_per_chunk"],
@@ -83,7 +83,7 @@ class OffloadScheduler(plain.PlainScheduler):
         self.copies = Copies(config["latency"])
 
     def offloaded(self, state, params):
-        """What a request is to the host."""
+        """Return the host's view of a request."""
         limits = {key: params[key] for key in ("max_load_tokens", "max_offload_tokens") if key in params}
         return self.host.request(state.tokens, **limits)
 
@@ -91,7 +91,7 @@ class OffloadScheduler(plain.PlainScheduler):
         self.host.ended(request.offload, computed=request.state.num_computed_tokens if aborted else None)
 
     def states(self):
-        """The states that are stored in this step."""
+        """Return the states that are stored in this step."""
         return ()
 
     def plan(self, preempted, over):
@@ -117,11 +117,11 @@ class OffloadScheduler(plain.PlainScheduler):
         record["received"] = sorted(names[job.request] for job in done if job.is_load and not job.within_step)
 
     def shown(self, job, name):
-        """A transfer as recorded."""
+        """Return a transfer in the form of the recordings."""
         return [job.number, name, sorted(map(self.chunk, job.chunks)), list(job.blocks), list(job.slots)]
 
     def chunk(self, key):
-        """The key of a chunk, its name and its group, as recorded."""
+        """Return the key of a chunk in the form of the recordings: its name and its group."""
         return list(key)
 
     def match(self, request, local):
@@ -147,19 +147,19 @@ class OffloadScheduler(plain.PlainScheduler):
         record["cpu_used"] = len(self.host.store.chunks)
 
     def wired(self, events):
-        """Recorded events in the form of those that are taken."""
+        """Return recorded events in the form of the taken ones."""
         return events
 
     def is_copy(self, event):
-        """Whether an event says that a chunk is on the host."""
+        """Return whether an event stores a chunk on the host."""
         raise NotImplementedError
 
     def unordered(self, events, sizes):
-        """Events with those of each transfer to the host, which have the order of a set, sorted.
+        """Return events; those of each transfer to the host, which have the order of a set, are sorted.
 
         Args:
-            events: in the form of those that are taken.
-            sizes: of each transfer, how many chunks it has.
+            events: events in the form of the taken ones.
+            sizes: the number of chunks of each transfer.
         """
         out, stored = [], []
         for event in events:
@@ -187,7 +187,7 @@ class OffloadScheduler(plain.PlainScheduler):
         return None if final == program["final"] else f"final: recorded {program['final']}, got {final}"
 
     def records(self, recorded):
-        """Make a step; returns its record and that of ours, with events in one form and order."""
+        """Make a step; returns the recorded and our record, with events in one form and order."""
         recorded = dict(recorded)
         batch = self.batches[0] if self.batches else None
         got = self.step(recorded)
@@ -237,7 +237,7 @@ def difference(program, fields):
 
 
 def played(value):
-    """Each program's name, and what differs in it, or None."""
+    """Yield each program's name with its differences, or None."""
     programs, fields = (value, None) if isinstance(value, list) else (value["programs"], value["fields"])
     for program in programs:
         yield f"program {players.name_of(program)}", difference(program, fields)

@@ -1,4 +1,4 @@
-"""vLLM's block pool: what its recordings do not show, and what it refuses."""
+"""vLLM's block pool: behaviour that its recordings do not show, and refused inputs."""
 
 from collections import Counter
 from itertools import pairwise
@@ -33,7 +33,7 @@ def backend(request):
 
 @pytest.fixture
 def make_pool(backend):
-    """A pool of 8 blocks of 4 tokens, unless told otherwise; what it says is in `manager.sink.events`."""
+    """Return a pool, by default of 8 blocks of 4 tokens; its events are in `manager.sink.events`."""
 
     def make(num_blocks=8, block_size=4, **options):
         return create_manager(backend, num_blocks=num_blocks, block_size=block_size, sink=CapturingSink(), **options)
@@ -47,14 +47,14 @@ def pool(make_pool):
 
 
 def admit(pool, prompt, **options):
-    """Look up and allocate: the request, its hits and its new blocks."""
+    """Look up and allocate; returns the request, its hits and its new blocks."""
     request = pool.new_request(prompt if isinstance(prompt, Prompt) else Prompt(prompt), **options)
     hits = pool.get_computed_blocks(request)
     return request, hits, pool.allocate_slots(request, len(request) - len(hits) * pool.block_size, hits)
 
 
 def expected_message(pool):
-    """("S", parent, blocks), ("R", block) or "C", of each event since the last time."""
+    """Return ("S", parent, blocks), ("R", block) or "C" for each event since the last call."""
     out = []
     for event in pool.sink.take():
         data = event.data
@@ -79,7 +79,7 @@ def shown(pool):
 # ------------------------------------------------------------------------------------------ rows without recording
 
 
-def test_what_two_requests_compute_at_once_is_there_twice_and_removed_twice(pool):
+def test_blocks_that_two_requests_compute_at_once_are_stored_and_removed_twice(pool):
     first, second = pool.new_request(Prompt(range(4))), pool.new_request(Prompt(range(4)))
     for request in (first, second):
         assert pool.get_computed_blocks(request) == []
@@ -97,15 +97,15 @@ def test_what_two_requests_compute_at_once_is_there_twice_and_removed_twice(pool
     assert [n for n in pool.resident() if n == name] == []
 
 
-def test_a_lookup_hits_the_copy_that_was_cached_first_and_then_the_next(pool):
+def test_a_lookup_hits_the_remaining_copy_that_was_cached_first(pool):
     requests = [pool.new_request(Prompt(range(4))) for _ in range(3)]
     for request in requests:
         pool.allocate_slots(request, 4)
-    for request in requests[::-1]:  # freed in the other order, so that the first is evicted last
+    for request in requests[::-1]:  # freed in reverse order, so that the first is evicted last
         pool.free(request)
     look = pool.new_request(Prompt(range(5)))
     assert pool.get_computed_blocks(look) == [1]
-    taken, *_ = admit(pool, range(100, 124))  # 5 blocks were never used, and copy 3 is next
+    taken, *_ = admit(pool, range(100, 124))  # 5 blocks were never used; copy 3 is next
     assert 3 in taken.block_ids
     assert pool.get_computed_blocks(look) == [1]
     other, *_ = admit(pool, range(200, 204))
@@ -115,7 +115,7 @@ def test_a_lookup_hits_the_copy_that_was_cached_first_and_then_the_next(pool):
     assert pool.get_computed_blocks(look) == []
 
 
-def test_when_the_first_copy_goes_the_next_is_hit(pool):
+def test_after_the_first_copy_is_evicted_the_next_one_is_hit(pool):
     requests = [pool.new_request(Prompt(range(4))) for _ in range(3)]
     for request in requests:
         pool.allocate_slots(request, 4)
@@ -126,7 +126,7 @@ def test_when_the_first_copy_goes_the_next_is_hit(pool):
     assert pool.references(requests[1].tokens.names[0]) == 2
 
 
-def test_a_request_that_has_grown_is_looked_up_again(pool):
+def test_a_lookup_of_a_grown_request_includes_its_new_tokens(pool):
     pool.free(admit(pool, range(8))[0])
     request = pool.new_request(Prompt(range(8)))
     assert pool.get_computed_blocks(request) == [1]
@@ -136,7 +136,7 @@ def test_a_request_that_has_grown_is_looked_up_again(pool):
     assert pool.get_computed_blocks(request) == [1, 2]
 
 
-def test_a_request_that_waits_does_not_find_what_was_evicted_meanwhile(make_pool):
+def test_a_waiting_request_does_not_hit_blocks_that_were_evicted_meanwhile(make_pool):
     pool = make_pool(num_blocks=2)
     pool.free(admit(pool, range(4))[0])
     waiting = pool.new_request(Prompt(range(6)))
@@ -146,7 +146,7 @@ def test_a_request_that_waits_does_not_find_what_was_evicted_meanwhile(make_pool
     assert pool.get_computed_blocks(waiting) == []
 
 
-def test_no_copy_is_left_after_a_reset(make_pool):
+def test_a_reset_drops_all_copies(make_pool):
     pool = make_pool(num_blocks=2)
     for request in [admit(pool, range(4))[0] for _ in range(2)]:
         pool.free(request)
@@ -156,7 +156,7 @@ def test_no_copy_is_left_after_a_reset(make_pool):
     assert pool.get_computed_blocks(pool.new_request(Prompt(range(5)))) == []
 
 
-def test_the_last_block_of_a_prompt_of_whole_blocks_is_stored_again_where_there_is_room(pool):
+def test_a_repeated_prompt_of_whole_blocks_stores_a_second_copy_of_its_last_block(pool):
     first, *_ = admit(pool, range(8))
     pool.free(first)
     expected_message(pool)
@@ -168,7 +168,7 @@ def test_the_last_block_of_a_prompt_of_whole_blocks_is_stored_again_where_there_
 
 
 @pytest.mark.parametrize("usable", [2, 3, 10])
-def test_a_prompt_that_fills_the_pool_removes_its_last_block_and_stores_it_again(make_pool, usable):
+def test_a_repeated_prompt_that_fills_the_pool_removes_and_restores_its_last_block(make_pool, usable):
     pool = make_pool(usable)
     first, *_ = admit(pool, range(usable * 4))
     pool.free(first)
@@ -178,7 +178,7 @@ def test_a_prompt_that_fills_the_pool_removes_its_last_block_and_stores_it_again
     assert [("R", names[-1]), ("S", names[-2], names[-1])] == expected_message(pool)
 
 
-def test_without_a_lookup_all_blocks_are_removed_one_by_one_before_they_are_stored_at_once(make_pool):
+def test_without_a_lookup_all_blocks_are_removed_one_by_one_and_stored_in_one_event(make_pool):
     pool = make_pool(3)
     first, *_ = admit(pool, range(12))
     pool.free(first)
@@ -188,7 +188,7 @@ def test_without_a_lookup_all_blocks_are_removed_one_by_one_before_they_are_stor
     assert [*(("R", name) for name in reversed(names)), ("S", None, *names)] == expected_message(pool)
 
 
-def test_a_request_that_skips_the_cache_computes_all_and_leaves_copies(pool):
+def test_a_request_that_skips_the_prefix_cache_computes_all_blocks_as_copies(pool):
     first, *_ = admit(pool, range(9))
     second, hits, _ = admit(pool, range(9), skip_reading_prefix_cache=True)
     assert hits == []
@@ -197,7 +197,7 @@ def test_a_request_that_skips_the_cache_computes_all_and_leaves_copies(pool):
     assert second.blocks[:2] == first.tokens.names
 
 
-def test_a_parent_is_that_of_the_names_whatever_copy_is_held(pool):
+def test_the_parent_of_a_stored_is_a_name_whichever_copy_the_request_holds(pool):
     copies = [pool.new_request(Prompt(range(4))) for _ in range(2)]
     for request in copies:
         pool.allocate_slots(request, 4)
@@ -215,7 +215,7 @@ def test_a_parent_is_that_of_the_names_whatever_copy_is_held(pool):
     ids=["salt", "lora", "multimodal"],
 )
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash"])
-def test_keys_that_are_hashed_with_tokens_keep_requests_apart(make_pool, keys, algorithm):
+def test_requests_with_different_extra_keys_share_no_blocks(make_pool, keys, algorithm):
     pool = make_pool(hash_algorithm=algorithm)
     plain, *_ = admit(pool, range(8))
     other, hits, _ = admit(pool, range(8), keys=keys)
@@ -226,7 +226,7 @@ def test_keys_that_are_hashed_with_tokens_keep_requests_apart(make_pool, keys, a
     assert pool.get_computed_blocks(pool.new_request(Prompt(range(8)), keys=ExtraKeys(cache_salt="b"))) == []
 
 
-def test_a_freed_block_without_a_hash_is_next_since_0_24_and_last_of_all_but_its_request_before():
+def test_a_freed_block_without_a_hash_is_reused_first_since_0_24():
     queues = {}
     for version in VERSIONS:
         pool = create_manager("vllm", num_blocks=6, block_size=4, version=version)
@@ -240,7 +240,7 @@ def test_a_freed_block_without_a_hash_is_next_since_0_24_and_last_of_all_but_its
     assert {**since, "0.14.1": older, "0.10.2": older, "0.9.2": older} == queues
 
 
-def test_without_caching_nothing_is_hashed_found_or_published(make_pool):
+def test_without_prefix_caching_no_block_is_hashed_hit_or_published(make_pool):
     pool = make_pool(enable_caching=False)
     first, *_ = admit(pool, range(9))
     second, hits, _ = admit(pool, range(9))
@@ -252,7 +252,7 @@ def test_without_caching_nothing_is_hashed_found_or_published(make_pool):
     assert sorted(pool.free_queue) == list(range(1, 9))
 
 
-def test_a_prompt_of_hashes_has_dynamos_names(pool):
+def test_a_prompt_of_hashes_is_stored_under_dynamo_hashes(pool):
     request, *_ = admit(pool, Prompt(hashes=[11, 12], num_tokens=9))
     (event,) = pool.sink.router_events
     assert Stored(None, tuple(sequence_hashes([11, 12])), (11, 12)) == event.event.data
@@ -262,7 +262,7 @@ def test_a_prompt_of_hashes_has_dynamos_names(pool):
     assert 3 == len(request.tokens.names) == len(pool.resident())
 
 
-def test_local_hashes_are_the_routers_and_tokens_travel_beside(pool):
+def test_a_stored_has_router_hashes_and_carries_token_ids(pool):
     admit(pool, range(9))
     (event,) = pool.sink.router_events
     assert tuple(block_hashes(range(8), 4)) == event.event.data.tokens_hashes
@@ -272,14 +272,14 @@ def test_local_hashes_are_the_routers_and_tokens_travel_beside(pool):
 # --------------------------------------------------------------------------------------------------- what it shows
 
 
-def test_a_block_that_has_no_name_is_shown_by_its_number(pool):
+def test_a_block_without_a_name_is_shown_by_its_number(pool):
     request, *_ = admit(pool, range(6))
     (name,) = request.tokens.names
     assert [name, UUID(int=2)] == request.blocks
     assert {name: 1, UUID(int=2): 1} == pool.active_blocks
     assert [pool.references(b) for b in (name, UUID(int=2), UUID(int=1), UUID(int=3), 77)] == [1, 1, 0, 0, 0]
     pool.free(request)
-    assert [name, UUID(int=0)] == request.blocks  # vLLM's null block: it holds none
+    assert [name, UUID(int=0)] == request.blocks  # vLLM's null block is not in use
     assert pool.active_blocks == {}
     assert 0 == pool.references(UUID(int=2)) == pool.references(UUID(int=9))
     assert [name] == pool.resident() == pool.resident(StorageTier.DEVICE)
@@ -287,7 +287,7 @@ def test_a_block_that_has_no_name_is_shown_by_its_number(pool):
     assert pool.active_perc == 0.0
 
 
-def test_a_request_is_freed_once_and_may_begin_again(pool):
+def test_a_request_can_be_freed_twice_and_started_again(pool):
     request, *_ = admit(pool, range(9))
     for _ in range(2):
         pool.free(request)
@@ -304,7 +304,7 @@ def test_a_block_pool_logs_its_actions(pool, caplog):
     assert [len(record.block_ids) for record in caplog.records[1:]] == [2, 2]
 
 
-def test_backends_differ_from_each_other_in_what_they_follow():
+def test_each_vllm_backend_models_its_own_release():
     assert [BACKENDS[name].models for name in OURS] == ["vLLM 0.33.0", "vLLM 0.19.1"]
     variant = BACKENDS["vllm"].variant("mine", hash_algorithm="xxhash", hash_seed="42")
     manager = create_manager(variant, num_blocks=1)
@@ -342,7 +342,7 @@ def test_an_invalid_manager_is_refused(options, message):
         create_manager("vllm", **{"num_blocks": 4, **options})
 
 
-def test_without_a_seed_there_is_one_where_the_release_has_it():
+def test_a_missing_hash_seed_is_refused_by_releases_without_a_default():
     assert create_manager("vllm", num_blocks=1, hash_seed=None)
     with pytest.raises(ValueError, match=r"^hash_seed is missing: without one, vLLM 0\.19\.1 has other sha256_cbor"):
         create_manager("vllm_0_19", num_blocks=1, hash_seed=None)
@@ -387,7 +387,7 @@ def test_an_invalid_allocation_is_refused_and_changes_nothing(pool):
     assert before == shown(pool)
 
 
-def test_a_request_longer_than_the_whole_pool_is_not_allocated(pool):
+def test_a_request_larger_than_the_pool_is_not_allocated(pool):
     admit(pool, range(8))
     before = shown(pool)
     request, hits, new = admit(pool, range(33))
@@ -410,7 +410,7 @@ steps = st.lists(
 
 
 @given(steps=steps, backend=st.sampled_from(OURS), num_blocks=st.integers(1, 8), size=st.integers(1, 3))
-def test_blocks_are_conserved_and_the_stream_says_what_is_resident(steps, backend, num_blocks, size):
+def test_any_requests_conserve_blocks_and_events_equal_the_resident_blocks(steps, backend, num_blocks, size):
     pool = create_manager(backend, num_blocks=num_blocks, block_size=size, sink=CapturingSink())
     live, held = [], Counter()
     for kind, *rest in steps:
@@ -442,7 +442,7 @@ def test_blocks_are_conserved_and_the_stream_says_what_is_resident(steps, backen
 
 
 def apply_events(pool, held):
-    """What a router that counts copies believes."""
+    """Apply events as a router that counts copies."""
     for event in pool.sink.take():
         data = event.data
         if isinstance(data, Stored):
@@ -465,7 +465,7 @@ def check(pool, live, held, num_blocks):
     assert +held == Counter(pool.resident())
     for request in live:
         names = request.tokens.names
-        # A prefix of names that is resident is what a lookup finds, whole, and no block is there without its parent.
+        # A lookup finds the whole resident prefix of names, and no block is resident without its parent.
         look = pool.new_request(Prompt([*request.tokens.tokens, 0]))
         assert len(names) == len(pool.get_computed_blocks(look))
         for parent, child in pairwise(names):

@@ -1,4 +1,4 @@
-"""Workers over vLLM's block pool: what a router hears of them, and when."""
+"""Workers over vLLM's block pool: which events a router receives, and when."""
 
 from dataclasses import replace
 from random import Random
@@ -31,7 +31,7 @@ def backend(request):
 
 
 def new_worker(backend, num_blocks=8, block_size=4, *, seed=0, **options):
-    """A worker whose events are in `worker.captured`."""
+    """Return a worker whose events are in `worker.captured`."""
     spec, captured = BACKENDS[backend], CapturingSink()
 
     def make(sink):
@@ -52,7 +52,7 @@ def names(worker, tokens):
 
 
 def message(worker):
-    """The kind of each event since the last time, with what it names."""
+    """Return the kind of each event since the last call, with its blocks."""
     out = []
     for event in worker.captured.take():
         data = event.data
@@ -63,7 +63,7 @@ def message(worker):
     return out
 
 
-def test_the_last_token_is_computed_again(worker):
+def test_the_last_token_of_a_cached_prompt_is_computed_again(worker):
     a, b = names(worker, range(8))
     assert Served(0, (a, b)) == worker.serve(range(8))
     assert tuple(map(worker.cached_tokens, (range(8), range(9), range(5)))) == (4, 8, 4)
@@ -71,7 +71,7 @@ def test_the_last_token_is_computed_again(worker):
     assert [("S", None, a, b), ("S", a, b)] == message(worker)
 
 
-def test_a_block_is_stored_with_its_last_token_and_room_is_made_when_it_is_opened(backend):
+def test_a_block_is_stored_with_its_last_token_and_allocated_with_its_first(backend):
     worker = new_worker(backend, num_blocks=2)
     worker.serve(range(100, 108))
     old = names(worker, range(100, 108))
@@ -89,7 +89,7 @@ def test_a_block_is_stored_with_its_last_token_and_room_is_made_when_it_is_opene
         assert [("S", first, second)] == message(worker)
 
 
-def test_many_tokens_are_as_many_steps(backend):
+def test_decoding_n_tokens_equals_n_steps_of_one_token(backend):
     streams = []
     for sizes in ([23], [1] * 23, [5, 1, 17]):
         worker = new_worker(backend, num_blocks=7)
@@ -109,16 +109,16 @@ def test_a_chunked_prefill_is_published_chunk_by_chunk(backend):
     worker.serve(range(20))
     assert [("S", None, *blocks[:2]), ("S", blocks[1], *blocks[2:4]), ("S", blocks[3], blocks[4])] == message(worker)
     worker.serve([*range(20), 1])
-    assert message(worker) == []  # all hits are taken with the first chunk that computes anything
+    assert message(worker) == []  # all hits are allocated with the first chunk that computes tokens
 
 
-def test_what_does_not_fit_is_refused_with_what_vllm_counts(backend):
+def test_a_request_that_does_not_fit_is_refused_with_the_block_counts_of_vllm(backend):
     worker = new_worker(backend, num_blocks=5)
     worker.serve(range(8))
     held = worker.prefill(range(100, 108))
     before = (worker.manager.free_queue, worker.manager.resident(), list(worker.captured.events))
     with pytest.raises(OutOfBlocks) as raised:
-        worker.prefill(range(13))  # two new ones, and two hits that nobody uses
+        worker.prefill(range(13))  # two new blocks, and two hits that no request uses
     assert (raised.value.requested, raised.value.available) == (4, 3)
     with pytest.raises(OutOfBlocks) as raised:
         held.decode(13)
@@ -129,7 +129,7 @@ def test_what_does_not_fit_is_refused_with_what_vllm_counts(backend):
     assert worker.manager.num_free_blocks == 0
 
 
-def test_a_preempted_request_looks_up_again_what_it_had_generated(worker):
+def test_a_preempted_request_looks_up_its_output_when_it_resumes(worker):
     request = worker.prefill(range(6))
     request.decode(range(6, 13))
     blocks = request.blocks
@@ -138,7 +138,7 @@ def test_a_preempted_request_looks_up_again_what_it_had_generated(worker):
     message(worker)
     request.resume()
     assert message(worker) == []
-    assert request.cached_tokens == 6  # of the prompt, which has no more
+    assert request.cached_tokens == 6  # all tokens of the prompt
     assert blocks[:3] == request.blocks[:3]
     request.preempt()
     worker.serve(range(100, 129))
@@ -147,7 +147,7 @@ def test_a_preempted_request_looks_up_again_what_it_had_generated(worker):
     assert ("S", None, *blocks[:3]) == message(worker)[-1]
 
 
-def test_a_resume_sees_what_changed_since_the_preemption(worker):
+def test_a_resume_recomputes_blocks_that_were_reset_after_the_preemption(worker):
     request = worker.prefill(range(9))
     request.preempt()
     assert worker.manager.reset_prefix_cache()
@@ -165,7 +165,7 @@ def test_a_prompt_of_hashes_is_served_without_token_ids(worker):
     assert worker.cached_tokens(Prompt(hashes=[11, 12, 13])) == 8
 
 
-def test_without_prefix_caching_nothing_is_published_or_found(backend):
+def test_without_prefix_caching_no_block_is_published_or_hit(backend):
     worker = new_worker(backend, prefix_caching=False)
     for _ in range(3):
         assert Served(0, ()) == worker.serve(range(10), output_tokens=9)
@@ -174,7 +174,7 @@ def test_without_prefix_caching_nothing_is_published_or_found(backend):
     assert (worker.captured.events, list(worker.manager.resident())) == ([], [])
 
 
-def test_clear_keeps_the_queue_and_publishes_one_cleared(worker):
+def test_clear_keeps_the_free_queue_and_publishes_one_cleared(worker):
     worker.serve(range(9))
     queue = worker.manager.free_queue
     message(worker)
@@ -190,7 +190,7 @@ def test_clear_keeps_the_queue_and_publishes_one_cleared(worker):
     [{}, {"hash_algorithm": "xxhash", "hash_seed": "42"}, {"hash_algorithm": "sha256"}, {"enable_caching": False}],
     ids=lambda options: "-".join(map(str, options.values())) or "plain",
 )
-def test_a_variant_is_judged_by_its_own_hashes(options):
+def test_a_variant_is_checked_against_its_own_hashes(options):
     spec = BACKENDS["vllm"].variant("mine", **options)
     with RouterHarness(EngineProfile(block_size=4, num_blocks=8), spec) as kv:
         worker = kv.worker(0)
@@ -210,7 +210,7 @@ def restored(event, **changes):
 
 @pytest.mark.parametrize("place", [0, 1, 2])
 @pytest.mark.parametrize("shared", [0, 1])
-def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, shared):
+def test_a_block_hash_that_does_not_match_its_tokens_is_reported(backend, place, shared):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend)
     worker = kv.worker(0)
     first = kv.prompt(shared, tail=1)
@@ -231,7 +231,7 @@ def test_a_block_hash_that_is_not_that_of_its_tokens_is_found(backend, place, sh
     assert (wrong.block ^ 1) in worker.manager.resident()
 
 
-def test_a_local_hash_that_is_not_that_of_its_tokens_is_found(backend):
+def test_a_local_hash_that_does_not_match_its_tokens_is_reported(backend):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=16), backend)
     publish = kv.publisher.publish
     kv.publisher.publish = lambda event: publish(restored(event, tokens_hashes=tuple(block_hashes(range(8), 4))))
@@ -241,7 +241,7 @@ def test_a_local_hash_that_is_not_that_of_its_tokens_is_found(backend):
 
 # ---------------------------------------------------------------------------------------------------- properties
 
-tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=9)  # few different ones, so that requests meet
+tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=9)  # few values, so requests share prefixes
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("prefill"), tokens),
@@ -255,7 +255,7 @@ FROM = {"decode": ("running",), "preempt": ("running",), "resume": ("preempted",
 
 
 class ByHand:
-    """The same requests on a manager, as vLLM's scheduler drives it: a lookup, then an allocation a chunk or a
+    """The same requests on a manager, as vLLM's scheduler drives it: a lookup, then an allocation per chunk or
     token.
     """
 
@@ -310,7 +310,7 @@ class ByHand:
 
 
 @given(steps=steps, backend=st.sampled_from(OURS), chunk=st.sampled_from([None, 1, 2, 3]), num_blocks=st.integers(1, 6))
-def test_a_worker_publishes_and_refuses_like_a_manager_driven_by_hand(steps, backend, chunk, num_blocks):
+def test_a_worker_publishes_and_refuses_like_a_manager_called_directly(steps, backend, chunk, num_blocks):
     worker = new_worker(backend, num_blocks, 2, chunk=chunk)
     hand = ByHand(backend, chunk, num_blocks=num_blocks, block_size=2)
     for kind, *rest in steps:

@@ -1,4 +1,4 @@
-"""vLLM's block pool beside the real `KVCacheManager` of vLLM 0.33.0 and 0.19.1, step by step."""
+"""vLLM's block pool compared with the real `KVCacheManager` of vLLM 0.33.0 and 0.19.1, step by step."""
 
 from copy import deepcopy
 
@@ -38,7 +38,7 @@ class Pool:
         return out
 
     def start(self, request, chunk=None):
-        """Look up and allocate, in one step or chunk by chunk: (did it fit, computed tokens, hits, new blocks)."""
+        """Look up and allocate, at once or in chunks; returns (whether it fit, computed tokens, hits, new blocks)."""
         hits = self.manager.get_computed_blocks(request)
         computed, length, chunk = len(hits) * self.size, len(request), chunk or len(request)
         new, first = [], hits
@@ -62,7 +62,7 @@ class Pool:
         return answer
 
     def decode_at_once(self, name, tokens):
-        """All tokens in one allocation; rolled back where they do not fit."""
+        """Decode all tokens in one allocation, which is rolled back if they do not fit."""
         request = deepcopy(self.requests[name])
         request.tokens.extend(tokens)
         new = self.manager.allocate_slots(request, len(tokens))
@@ -71,7 +71,7 @@ class Pool:
         return new
 
     def decode(self, name, tokens):
-        """Token by token."""
+        """Decode token by token."""
         request, new = self.requests[name], []
         if self.manager.missing_blocks(request, len(request) + len(tokens)) > self.manager.num_free_blocks:
             return ["full"]
@@ -86,7 +86,7 @@ class Pool:
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_scenarios_have_the_recorded_blocks_events_and_queue(recording, backend):
+def test_scenarios_give_the_recorded_blocks_events_and_free_queue(recording, backend):
     for program in recording(f"vllm_{BACKENDS[backend]}_scenarios.json.gz"):
         pool = Pool(backend, program)
         for number, step in enumerate(program["steps"]):
@@ -108,7 +108,7 @@ def test_the_scenarios_have_the_recorded_blocks_events_and_queue(recording, back
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_the_random_workloads_have_the_recorded_answers_and_events(recording, backend):
+def test_random_workloads_give_the_recorded_answers_and_events(recording, backend):
     for program in recording(f"vllm_{BACKENDS[backend]}_random.json.gz"):
         pool = Pool(backend, program)
         for number, step in enumerate(program["steps"]):
@@ -132,7 +132,7 @@ def test_the_random_workloads_have_the_recorded_answers_and_events(recording, ba
 # ["reset"]; its answer, for a prompt, (did it fit, computed tokens, hits, new blocks), for decode the new blocks. What
 # does not apply (a name that is gone) has answer ["none"] or null. A prompt that fails after its first chunk is freed.
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_chunks_salts_preemption_and_no_caching_go_as_recorded(recording, backend):
+def test_requests_with_chunks_salts_and_preemptions_give_the_recorded_answers(recording, backend):
     for program in recording(f"vllm_{BACKENDS[backend]}_requests.json.gz"):
         pool = Pool(backend, program)
         for number, step in enumerate(program["steps"]):
@@ -167,7 +167,7 @@ def play(pool, kind, name=None, *arguments):
     return answer
 
 
-def test_the_releases_part_in_every_random_workload(recording):
+def test_the_two_releases_differ_in_every_random_workload(recording):
     newer, older = (recording(f"vllm_{version}_random.json.gz") for version in BACKENDS.values())
     assert 8 == len(newer) == len(older)
     for one, other in zip(newer, older, strict=True):

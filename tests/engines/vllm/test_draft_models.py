@@ -1,7 +1,7 @@
-"""Engines of vLLM 0.33.0 with a draft model: recorded programs, step by step, and what follows for names and hits.
+"""Engines of vLLM 0.33.0 with a draft model: recorded programs, step by step, and the effects on names and hits.
 
-The recording is a part of the programs that `play_speculative.py` plays whole: of each geometry one, cut after 110
-steps or a few more.
+The recording is a part of the programs that `play_speculative.py` plays: one for each geometry, cut after about 110
+steps.
 """
 
 from dataclasses import replace
@@ -22,23 +22,23 @@ FILE = "vllm_0.33.0_eagle.json.gz"
 FULL = CacheGroup("full_attention", block_size=4)
 
 
-def test_every_geometry_has_the_recorded_answers_tables_queues_and_events(recording):
+def test_every_geometry_gives_the_recorded_answers_tables_queues_and_events(recording):
     programs = recording(FILE)
     assert len({program["geometry"] for program in programs}) == 40
     assert [found for program in programs if (found := PLAYER.vllm_difference(program)) is not None] == []
 
 
-def test_the_recordings_have_what_can_go_wrong(recording):
+def test_the_recordings_cover_padding_stale_outputs_look_ahead_and_preemption(recording):
     steps = [step for program in recording(FILE) for step in program["steps"]]
     assert any(step["op"][0] == "admit" and len(step["op"]) == 4 and step["ok"] for step in steps)  # padded
     assert any(step["op"][0] == "out" and step["op"][4] for step in steps)  # stale
     assert any(step["op"][0] == "out" and len(step["op"][3] or ()) > 2 for step in steps)
-    assert any(event[-1] == [] for step in steps for event in step["events"])  # names look ahead, and none was kept
+    assert any(event[-1] == [] for step in steps for event in step["events"])  # names look ahead, and no block was kept
     assert any(step["op"][0] == "preempt" for step in steps)
 
 
 @pytest.mark.parametrize("name", ["events", "free", "crc", "computed", "promised", "flying", "want"])
-def test_a_difference_is_found(recording, name):
+def test_the_player_finds_a_difference_in_any_field_of_a_step(recording, name):
     program = recording(FILE)[0]
     number = next(number for number, step in enumerate(program["steps"]) if name in step)
     program["steps"][number] = {**program["steps"][number], name: ["other"]}
@@ -47,7 +47,7 @@ def test_a_difference_is_found(recording, name):
 
 
 class Sink:
-    """Keeps what a manager publishes, in short."""
+    """Record the events of a manager in a short form."""
 
     def __init__(self):
         self.events = []
@@ -81,7 +81,7 @@ def admit(manager, request):
 
 
 def step(manager, request, sampled):
-    """A decode step with all drafts, of which so many are accepted as there are tokens but one."""
+    """Make a decode step with all drafts; it accepts one draft fewer than there are tokens."""
     request.drafts.proposed = manager.speculative.tokens
     tokens = manager.chunk_tokens(request, request.drafts.wanted(request))
     assert manager.allocate_slots(request, tokens) is not None
@@ -89,14 +89,14 @@ def step(manager, request, sampled):
     manager.take_output(request, tokens, sampled)
 
 
-def test_the_worked_example_of_names_that_look_ahead():
+def test_block_names_that_look_ahead_follow_the_worked_example():
     sink = Sink()
     manager = engine(sink, method="mtp", tokens=3)
     first = manager.new_request(range(16))
     assert admit(manager, first) == (0, 16)
     k = list(first.tokens.names)
     assert [(k, None, [*range(12)], [[4], [8], [12]])] == sink.taken()
-    assert len(first.tables[0].blocks) == 5  # 16 tokens, and 3 slots
+    assert len(first.tables[0].blocks) == 5  # 16 tokens and 3 slots
     manager.take_output(first, 16, [900])
     k = list(first.tokens.names)
     assert [([k[3]], k[2], [12, 13, 14, 15], [[900]])] == sink.taken()
@@ -113,12 +113,12 @@ def test_the_worked_example_of_names_that_look_ahead():
     assert (k[2], [12, 13, 14, 15], [[909]], []) == (parent, tokens, ahead, others)
     assert twin != k[3]
     other = manager.new_request([*range(8), *range(50, 58)])
-    assert admit(manager, other) == (4, 12)  # the name of the second block looks at token 8
+    assert admit(manager, other) == (4, 12)  # the name of the second block depends on token 8
     assert [(other.tokens.names[1:3], k[0])] == [event[:2] for event in sink.taken()]
     assert admit(manager, manager.new_request([*range(10), *range(60, 66)])) == (8, 8)
 
 
-def test_the_worked_example_of_hits_that_drop_a_block():
+def test_hits_that_drop_a_block_follow_the_worked_example():
     sink = Sink()
     manager = engine(sink, method="mtp", tokens=3, plain_hashes=True)
     first = manager.new_request(range(16))
@@ -132,7 +132,7 @@ def test_the_worked_example_of_hits_that_drop_a_block():
     assert admit(manager, manager.new_request([*range(10), *range(60, 66)])) == (4, 12)
 
 
-def test_a_window_next_to_larger_blocks_keeps_no_unneeded_first_block():
+def test_a_window_group_next_to_larger_blocks_keeps_no_unneeded_first_block():
     groups = [CacheGroup("sliding_window", 8, window=8), CacheGroup("full_attention", 32)]
     drop = Speculative("eagle", tokens=1, plain_hashes=True)
     manager = VllmHybridManager(groups=groups, num_blocks=100, retention=None, speculative=drop)
@@ -141,7 +141,7 @@ def test_a_window_next_to_larger_blocks_keeps_no_unneeded_first_block():
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=40), st.integers(3, 5), st.integers(1, 3))
-def test_local_hashes_are_those_of_windows_however_tokens_come(tokens, block_size, lookahead):
+def test_local_hashes_cover_look_ahead_windows_also_when_tokens_are_appended(tokens, block_size, lookahead):
     manager = VllmHybridManager(
         groups=[CacheGroup("full_attention", block_size)],
         num_blocks=4,
@@ -173,7 +173,7 @@ def test_local_hashes_are_those_of_windows_however_tokens_come(tokens, block_siz
         ({"method": "ngram"}, 0, False, 0),
     ],
 )
-def test_what_a_configuration_means(fields, lookahead, drops, slots):
+def test_the_speculative_options_set_look_ahead_drop_and_draft_slots(fields, lookahead, drops, slots):
     draft = Speculative(**fields)
     assert (lookahead, drops, slots) == (draft.lookahead, draft.drops, draft.slots)
 
@@ -194,7 +194,7 @@ def test_what_a_configuration_means(fields, lookahead, drops, slots):
         ({"acceptance": "0.5"}, "got '0.5'"),
     ],
 )
-def test_what_a_draft_model_refuses(fields, message):
+def test_invalid_speculative_options_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         Speculative(**fields)
 
@@ -217,7 +217,7 @@ def test_what_a_draft_model_refuses(fields, message):
         ),
     ],
 )
-def test_what_an_engine_refuses(backend, options, message):
+def test_managers_refuse_speculative_options_that_they_do_not_support(backend, options, message):
     with pytest.raises(ValueError, match=message):
         create_manager(backend, num_blocks=4, **options)
 
@@ -227,8 +227,8 @@ def test_what_an_engine_refuses(backend, options, message):
     [(1, 13, 3, 19), (2, 12, 3, 19), (3, 11, 2, 20), (4, 10, 2, 20), (6, 8, 2, 20), (7, 7, 1, 21)],
 )
 @pytest.mark.parametrize("mode", [{}, {"no_drop": True}, {"plain_hashes": True}], ids=str)
-def test_windows_keep_what_several_modules_may_compute_again(drafts, skipped, freed, cap, mode):
-    """20 tokens are computed, and one more is allocated: a window of 8 lets go `skipped` tokens."""
+def test_windows_keep_the_tokens_that_several_draft_modules_may_recompute(drafts, skipped, freed, cap, mode):
+    """20 tokens are computed, and one more is allocated: a window of 8 drops `skipped` tokens."""
     groups = [CacheGroup("sliding_window", 4, window=8), CacheGroup("full_attention", 8)]
     draft = Speculative(tokens=drafts, modules=drafts, **mode)
     sizes = {"num_blocks": 100, "max_num_batched_tokens": 64, "max_model_len": 1000}
@@ -242,7 +242,7 @@ def test_windows_keep_what_several_modules_may_compute_again(drafts, skipped, fr
     assert request.tables[0].blocks[:4].count(0) == freed
 
 
-def test_names_that_look_far_ahead_need_full_attention():
+def test_names_that_look_several_tokens_ahead_need_full_attention():
     windows = [CacheGroup("sliding_window", 4, window=8)]
     two = Speculative(tokens=2, modules=2)
     with pytest.raises(ValueError, match=r"look 2 tokens ahead .* got groups of sliding_window 4 \(window 8\)"):
@@ -251,7 +251,7 @@ def test_names_that_look_far_ahead_need_full_attention():
     VllmHybridManager(groups=windows, num_blocks=8, speculative=replace(two, plain_hashes=True))
 
 
-def test_a_prompt_of_hashes_is_refused_where_names_look_ahead():
+def test_a_prompt_of_hashes_is_refused_if_names_look_ahead():
     manager = create_manager("vllm", num_blocks=4, speculative=Speculative())
     with pytest.raises(ValueError, match="give tokens"):
         manager.new_request(Prompt(hashes=[1, 2]))
@@ -262,7 +262,7 @@ def test_a_prompt_of_hashes_is_refused_where_names_look_ahead():
 
 @pytest.mark.parametrize("given", [{}, {"no_drop": True}, {"plain_hashes": True}, {"modules": 2}], ids=str)
 @pytest.mark.parametrize("backend", ["vllm", "vllm_gpt_oss"])
-def test_a_host_is_a_connector_so_that_hits_drop_a_block(backend, given):
+def test_with_a_host_hits_drop_a_block_unless_no_drop(backend, given):
     manager = create_manager(backend, num_blocks=4, speculative=Speculative(**given), tiers={"host": 4})
     assert (manager.geometry.lookahead, manager.geometry.drop) == (0, "no_drop" not in given)
     assert manager.hasher.lookahead == 0
@@ -273,7 +273,7 @@ def test_a_host_is_a_connector_so_that_hits_drop_a_block(backend, given):
 
 
 @pytest.mark.parametrize("kind", ["prefill", "decode"])
-def test_an_engine_that_hands_over_has_a_connector_so_that_hits_drop_a_block(kind):
+def test_on_an_engine_that_hands_over_hits_drop_a_block_unless_no_drop(kind):
     args = MockEngineArgs(num_gpu_blocks=64, block_size=16, worker_type=kind, semantics="1.2.1")
     no_drop = BACKENDS["vllm_gpt_oss"].variant("no_drop", speculative=Speculative(no_drop=True))
     for backend, drops in (("vllm_mtp", True), (no_drop, False)):
@@ -285,7 +285,7 @@ def test_an_engine_that_hands_over_has_a_connector_so_that_hits_drop_a_block(kin
     assert (alone.traits.looks_ahead, alone.traits.drops_last) == (1, False)
 
 
-def test_a_prompt_that_is_handed_over_again_is_found_but_for_its_last_block():
+def test_a_prompt_that_is_handed_over_again_hits_only_two_of_its_four_blocks():
     def engine(kind, blocks=64):
         return MockEngine(
             MockEngineArgs(num_gpu_blocks=blocks, block_size=16, worker_type=kind, semantics="1.2.1"),
@@ -297,7 +297,7 @@ def test_a_prompt_that_is_handed_over_again_is_found_but_for_its_last_block():
     assert sorted(row["reused_input_tokens"] for row in report.per_request()) == [0, 32]
 
 
-def test_a_worker_that_was_made_without_a_connector_is_not_a_half_of_a_handoff():
+def test_a_draft_model_worker_without_a_connector_is_refused_for_a_handoff():
     with RouterHarness(EngineProfile(block_size=16, num_blocks=64), "vllm_mtp") as kv:
         refused = r"worker_type='prefill' hands prompts over, .*<KvWorker 0 rank 0 vllm_mtp> was made without one: .*connector=True"  # noqa: E501
         with pytest.raises(ValueError, match=refused):
@@ -308,7 +308,7 @@ def test_a_worker_that_was_made_without_a_connector_is_not_a_half_of_a_handoff()
         assert kv.engine(0, worker_type="prefill").worker.traits.drops_last
 
 
-def test_steps_of_drafts_run_over_a_host():
+def test_decode_steps_with_drafts_work_over_a_host():
     drafts = BACKENDS["vllm"].variant("drafts", speculative=Speculative())
     with RouterHarness(EngineProfile(block_size=16, num_blocks=64, tiers={"host": 64}), drafts) as kv:
         request = kv.worker(0).prefill(range(50))
@@ -319,12 +319,12 @@ def test_steps_of_drafts_run_over_a_host():
         assert (kv.overlap(range(50)), kv.reusable(range(50))) == ({0: 3}, {0: 32})
 
 
-def test_the_steps_of_an_engine_with_one_group_of_full_attention_are_as_given():
+def test_an_engine_with_one_full_attention_group_uses_the_given_step_limits():
     manager = create_manager("vllm", num_blocks=9, groups=[FULL], max_model_len=20, max_num_batched_tokens=8)
     assert (manager.max_num_batched_tokens, manager._most_tokens) == (8, 20)
 
 
-def test_a_group_drops_a_block_again_once_another_group_has_shortened_the_hit():
+def test_a_group_drops_a_block_again_after_another_group_shortened_the_hit():
     groups = [
         CacheGroup("sliding_window_mla", 2, window=20, eagle=True),
         CacheGroup("full_attention", 4, eagle=True),
@@ -336,5 +336,5 @@ def test_a_group_drops_a_block_again_once_another_group_has_shortened_the_hit():
     while (tokens := manager.chunk_tokens(first, 46 - first.num_computed_tokens)) > 0:
         assert manager.allocate_slots(first, tokens) is not None
     manager.free(first)
-    # At 16, where the plain window resumes, the first one lacks the block that it would drop.
+    # At 16, where the plain window resumes, the first window lacks the block that it would drop.
     assert manager.get_computed_blocks(manager.new_request([*range(30), 99])).num_tokens == 0

@@ -1,5 +1,5 @@
 """vLLM's native offload below several cache groups and draft models: the recordings, step by step, and what a router
-can make of the events.
+can conclude from the events.
 """
 
 from random import Random
@@ -37,11 +37,11 @@ def recorded(recording):
 
 @each_parameter
 @pytest.mark.parametrize("geometry", few(GEOMETRIES, 6))
-def test_every_step_is_the_recorded_one(recorded, geometry):
+def test_every_step_equals_the_recorded_step(recorded, geometry):
     assert play_vllm.difference(recorded[geometry]) is None
 
 
-def test_the_recordings_have_what_can_go_wrong(recorded):
+def test_the_recordings_cover_resets_partial_tails_loads_stores_and_preemption(recorded):
     assert sorted(recorded) == sorted(GEOMETRIES)
     programs = recorded.values()
     steps = [entry[1] for program in programs for entry in program["log"] if entry[0] == "step"]
@@ -53,7 +53,7 @@ def test_the_recordings_have_what_can_go_wrong(recorded):
 
 
 @pytest.mark.parametrize("name", ["lookups", "loads", "stores", "events", "crc"])
-def test_a_difference_is_found(recorded, name):
+def test_the_player_finds_a_difference_in_any_field_of_a_step(recorded, name):
     program = recorded["kimi_k3_unit"]
     number = next(i for i, entry in enumerate(program["log"]) if entry[0] == "step" and entry[1].get(name))
     log = program["log"].copy()
@@ -64,7 +64,7 @@ def test_a_difference_is_found(recorded, name):
 
 
 def held(manager):
-    """What an engine holds, by medium and group: names on the device, and on the host."""
+    """Return the blocks of an engine by medium and group: names on the device, and on the host."""
     sets = {}
     for group, name in manager.resident_names():
         sets.setdefault(("GPU", group), set()).add(name)
@@ -74,7 +74,7 @@ def held(manager):
 
 
 def said(events, sets):
-    """What events say is there, counted, by medium and group."""
+    """Return the blocks that events report, with their counts, by medium and group."""
     for each in events:
         medium = "CPU" if each.storage_tier is HOST else "GPU"
         counts = sets.setdefault((medium, group_of(each.extra)), {})
@@ -87,7 +87,7 @@ def said(events, sets):
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_events_say_what_an_engine_holds_in_each_group_of_both_tiers(model):
+def test_events_equal_the_blocks_of_each_group_on_both_tiers(model):
     rng, size, sets = Random(5), BACKENDS[model].default_block_size or 16, {}
     tiers = {"host": 90, "gbps": 1.0, "bytes_per_token": 125_000 // size}
     profile = EngineProfile(size, 150, workers=1, tiers=tiers)
@@ -110,7 +110,7 @@ def test_events_say_what_an_engine_holds_in_each_group_of_both_tiers(model):
         assert seen
 
 
-def test_a_state_comes_back_with_its_block_as_the_reference_has_it():
+def test_a_state_is_loaded_back_with_its_block_as_in_the_worked_example():
     """A worked example of vLLM: groups of states and of full attention, blocks of 8, a device of 12 blocks."""
     events = []
     tiers = {"host": 64, "gbps": 0}
@@ -133,7 +133,7 @@ def test_a_state_comes_back_with_its_block_as_the_reference_has_it():
         assert (request.cached_tokens, request.onboarded_tokens) == (16, 16)
 
 
-def test_names_do_not_look_ahead_over_a_host_and_hits_drop_a_block():
+def test_over_a_host_names_do_not_look_ahead_and_hits_drop_a_block():
     profile = EngineProfile(block_size=16, num_blocks=40, tiers={"host": 96, "gbps": 0})
     with RouterHarness(profile, "vllm_mtp") as kv:
         assert (kv.worker(0).traits.looks_ahead, kv.worker(0).traits.drops_last) == (0, True)
@@ -142,7 +142,7 @@ def test_names_do_not_look_ahead_over_a_host_and_hits_drop_a_block():
             kv.worker(0).serve(each)
             kv.worker(0).tick(kv.worker(0).now + 10.0)
         request = kv.worker(0).prefill(prompt)
-        # The device drops the ninth block, and the host the twelfth.
+        # The hit on the device drops the ninth block, and that on the host the twelfth.
         assert (request.cached_tokens, request.onboarded_tokens) == (176, 48)
         request.decode(5, accepted=(2, 1))
         request.finish()
@@ -151,7 +151,7 @@ def test_names_do_not_look_ahead_over_a_host_and_hits_drop_a_block():
 
 
 @pytest.mark.parametrize("model", ["vllm_mtp", "vllm_qwen3_next"])
-def test_an_engine_loads_a_prefix_back(model):
+def test_an_engine_loads_a_prefix_back_from_the_host(model):
     profile = EngineProfile(16, 60, tiers={"host": 200, "gbps": 1.0, "bytes_per_token": 62_500})
     with RouterHarness(profile, model) as kv:
         engine, prompts = kv.engine(0), [kv.prompt(blocks=12), kv.prompt(blocks=40)]
@@ -164,8 +164,8 @@ def test_an_engine_loads_a_prefix_back(model):
         kv.assert_in_sync()
 
 
-def test_a_tail_that_may_not_be_stored_ends_the_engine():
-    """vLLM's own assertion fails: the prompt's last unit lies behind what the request lets be stored."""
+def test_a_prompt_tail_beyond_max_offload_tokens_crashes_the_engine():
+    """vLLM's own assertion fails: the prompt's last unit lies beyond the request's limit for stores."""
     manager = create_manager("vllm", num_blocks=40, groups=STATES, match_unit=2)
     manager.attach_offload(offload_of(manager, 40, max_offload_tokens=4), None)
     host, request = manager.offload, manager.new_request(range(22))
@@ -176,7 +176,7 @@ def test_a_tail_that_may_not_be_stored_ends_the_engine():
 
 
 def play_vllm_steps(manager, host, request, known, chunks):
-    """Compute chunks of a request, each in a step whose stores are planned."""
+    """Compute chunks of a request, each in a step with planned stores."""
     for tokens in chunks:
         manager.new_step_starts()
         assert manager.allocate_slots(request, tokens) is not None
@@ -219,7 +219,7 @@ def play_vllm_steps(manager, host, request, known, chunks):
         ),
     ],
 )
-def test_what_vllm_refuses_is_refused_in_one_line(groups, tiers, options, text):
+def test_options_that_vllm_refuses_are_refused_in_one_line(groups, tiers, options, text):
     with pytest.raises(ValueError) as error:
         create_manager("vllm", num_blocks=64, groups=groups, tiers=tiers, **options)
     assert str(error.value) == text
@@ -234,7 +234,7 @@ def test_states_over_a_host_need_prefix_caching():
         )
 
 
-def test_drafts_that_drop_nothing_drop_nothing_over_a_host():
+def test_drafts_with_no_drop_drop_no_block_over_a_host():
     draft = Speculative("eagle3", no_drop=True)
     manager = create_manager("vllm", num_blocks=64, block_size=4, speculative=draft, tiers={"host": 64})
     assert (manager.geometry.lookahead, manager.geometry.drop) == (0, False)

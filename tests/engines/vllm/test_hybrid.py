@@ -1,4 +1,4 @@
-"""vLLM's manager of several cache groups: what is refused, worked examples, and that one group is what it was."""
+"""vLLM's manager of several cache groups: refused inputs, worked examples, and the equality of one group."""
 
 from random import Random
 
@@ -27,7 +27,7 @@ def made(groups=GPT_OSS, **options):
 
 
 def run(manager, prompt, *, free=True):
-    """Prefill a prompt as the scheduler does; how many tokens were reused, and the request."""
+    """Prefill a prompt as the scheduler does; returns the number of reused tokens and the request."""
     request = manager.new_request(prompt)
     hits = manager.get_computed_blocks(request)
     left = len(request) - hits.num_tokens
@@ -43,7 +43,7 @@ def run(manager, prompt, *, free=True):
 
 
 def published(sink):
-    """Each Stored: group, tokens before it, tokens after each of its hashes, span."""
+    """Return for each Stored: group, tokens before it, tokens after each of its hashes, span."""
     return [
         (group_of(extra), event.data, len(token_ids) * len(token_ids[0]))
         for event, _, token_ids, extra in sink
@@ -58,7 +58,7 @@ class Recorder(list):
         self.append((event, storage_tier, token_ids, extra))
 
 
-def test_gpt_oss_keeps_in_the_window_what_a_prompt_resumes_from():
+def test_gpt_oss_stores_only_the_window_blocks_from_which_a_prompt_can_resume():
     sink = Recorder()
     manager = made(sink=sink)
     tokens = range(22)
@@ -73,7 +73,7 @@ def test_gpt_oss_keeps_in_the_window_what_a_prompt_resumes_from():
     assert sink[1][3] == {"group_idx": 1}
 
 
-def test_the_second_sibling_pays_and_the_third_hits_the_junction():
+def test_the_second_sibling_reuses_nothing_and_the_third_hits_the_junction():
     manager = made()
     run(manager, [*range(14), *range(100, 108)])
     second = manager.new_request([*range(14), *range(200, 208)])
@@ -94,7 +94,7 @@ def test_chunks_of_an_engine_with_states_end_where_states_are_cached():
     assert manager.chunk_tokens(sibling, 22, hits) == 8
 
 
-def test_a_state_that_is_not_computed_yet_makes_its_sibling_wait_a_step():
+def test_a_request_waits_one_step_for_a_state_that_its_sibling_computes():
     manager = made(QWEN)
     manager.new_step_starts()
     first = manager.new_request(range(22))
@@ -107,7 +107,7 @@ def test_a_state_that_is_not_computed_yet_makes_its_sibling_wait_a_step():
     assert manager.allocate_slots(second, 6, hits) is not None
 
 
-def test_a_tail_is_published_by_its_unit_and_removed_before_its_block_is_full():
+def test_a_prompt_tail_is_published_by_its_hash_unit_and_removed_before_its_block_is_full():
     sink = Recorder()
     manager = made(QWEN, match_unit=2, sink=sink)
     request = run(manager, range(22), free=False)
@@ -125,7 +125,7 @@ def test_a_tail_is_published_by_its_unit_and_removed_before_its_block_is_full():
     assert manager.get_computed_blocks(manager.new_request(range(22))).num_tokens == 20
 
 
-def test_one_group_of_full_attention_is_the_manager_of_the_block_pool():
+def test_a_single_full_attention_group_uses_the_block_pool_manager():
     manager = made((FULL,), retention=0)
     assert type(manager) is BlockPoolManager
     assert manager.block_size == 4
@@ -133,7 +133,7 @@ def test_one_group_of_full_attention_is_the_manager_of_the_block_pool():
 
 
 def random_prompts(rng, count):
-    """Prompts of a few blocks of 4 tokens, some of which begin as one before them does, or are the same."""
+    """Prompts of a few blocks of 4 tokens, some of which share a prefix with, or equal, an earlier one."""
     prompts = []
     for _ in range(count):
         before = rng.choice(prompts) if prompts and rng.random() < 0.7 else []
@@ -143,7 +143,7 @@ def random_prompts(rng, count):
 
 
 @pytest.mark.parametrize("seed", seeds(200))
-def test_one_full_group_answers_and_publishes_what_the_block_pool_does(seed):
+def test_a_hybrid_manager_with_one_full_group_equals_the_block_pool(seed):
     prompts = random_prompts(Random(seed), 40)
     streams = []
     for make in (BlockPoolManager, VllmHybridManager):
@@ -174,11 +174,11 @@ BY_SIXTEEN = (CacheGroup("full_attention", block_size=16), CacheGroup("sliding_w
         (0, 32, 16, [[1, 2, 5], [3, 4, 6]]),
         (0, 48, 0, [[1, 2, 3], [4, 5, 6]]),
         (0, 0, 48, [[1, 2, 3], [4, 5, 6]]),
-        (16, 16, 32, [[1, 4, 5, 6], [3, 2, 7, 8]]),  # of the prompt that was cached, blocks 2 and 4 had no name
+        (16, 16, 32, [[1, 4, 5, 6], [3, 2, 7, 8]]),  # in the cached prompt, blocks 2 and 4 had no name
         (0, 96, 32, [[1, 2, 3, 4, 5, 6, 11, 12], [0, 0, 7, 8, 9, 10, 13, 14]]),
     ],
 )
-def test_what_comes_from_elsewhere_gets_its_blocks_in_all_groups_before_new_tokens_do(local, external, new, tables):
+def test_external_tokens_get_blocks_in_all_groups_before_new_tokens(local, external, new, tables):
     manager = made(BY_SIXTEEN, retention=None)
     tokens = range(local + external + new + 1)
     if local:
@@ -191,7 +191,7 @@ def test_what_comes_from_elsewhere_gets_its_blocks_in_all_groups_before_new_toke
     assert local + external + new == request.num_computed_tokens
 
 
-def test_a_state_that_comes_from_elsewhere_is_one_block_behind_nothing():
+def test_an_external_state_takes_one_block_behind_null_blocks():
     manager = made(QWEN)
     request = manager.new_request(range(48))
     manager.allocate_slots(request, 0, num_external_tokens=32, delay_cache_blocks=True)
@@ -201,14 +201,14 @@ def test_a_state_that_comes_from_elsewhere_is_one_block_behind_nothing():
     assert [table.blocks for table in request.tables] == [[0, 0, 0, 1, 6], [2, 3, 4, 5, 7]]
 
 
-def test_a_load_within_a_step_may_take_a_block_more_than_is_counted_and_ends_the_engine():
+def test_a_load_within_a_step_that_needs_an_uncounted_state_block_crashes_the_engine():
     manager = made(QWEN, num_blocks=6)
     request = manager.new_request(range(40))
     with pytest.raises(OffloadStopError, match=r"states need a block more than was counted.*get_new_blocks"):
         manager.allocate_slots(request, 8, num_external_tokens=32)
 
 
-def test_a_rehearsal_changes_nothing():
+def test_a_rehearsal_does_not_change_the_manager():
     sink = Recorder()
     manager = made(sink=sink, num_blocks=12)
     request = run(manager, range(22), free=False)
@@ -220,12 +220,12 @@ def test_a_rehearsal_changes_nothing():
     assert len(request) == 22
 
 
-def test_queries_count_by_name_and_by_number():
+def test_references_are_counted_by_name_and_blocks_by_number():
     manager = made()
     request = run(manager, range(22), free=False)
     assert manager.num_active_blocks == manager.num_active_block_refs == 12
     assert manager.num_free_blocks == 52
-    assert manager.references(request.key(4)) == 1  # the full group has it; the window kept none
+    assert manager.references(request.key(4)) == 1  # in the full group; the window kept none
     assert manager.references(request.key(16)) == 2
     assert sum(manager.active_blocks.values()) == 12
     assert sorted(manager.resident_names()) == sorted(
@@ -262,7 +262,7 @@ def test_queries_count_by_name_and_by_number():
         (None, {"retention": 0}, "retention is for engines with cache groups; give groups, too"),
     ],
 )
-def test_wrong_groups_are_refused_in_one_line(groups, options, message):
+def test_invalid_lists_of_groups_are_refused_in_one_line(groups, options, message):
     with pytest.raises(ValueError) as caught:
         made(groups, **options)
     assert str(caught.value).startswith(message)
@@ -285,7 +285,7 @@ def test_wrong_groups_are_refused_in_one_line(groups, options, message):
         ),
     ],
 )
-def test_a_wrong_group_is_refused(fields, message):
+def test_an_invalid_group_is_refused(fields, message):
     with pytest.raises(ValueError) as caught:
         CacheGroup(**fields)
     assert str(caught.value).startswith(message)
@@ -299,7 +299,7 @@ def test_a_prompt_of_hashes_needs_blocks_of_one_size():
     assert len(request) == 12
 
 
-def test_sizes_follow_from_the_groups():
+def test_block_sizes_and_admission_caps_follow_from_the_groups():
     geometry = GroupGeometry.of((WINDOW, CacheGroup("full_attention", block_size=12), CacheGroup("ring", block_size=8)))
     assert (geometry.scheduler_block_size, geometry.hash_unit, geometry.alignment) == (24, 4, 24)
     assert geometry.admission_cap(0, 24, None) == 9
@@ -308,7 +308,7 @@ def test_sizes_follow_from_the_groups():
 
 
 @pytest.mark.parametrize("unit", [None, 2])
-def test_names_are_judged_by_units_where_blocks_have_several(unit):
+def test_names_of_blocks_of_several_units_are_checked_by_unit(unit):
     sink = Recorder()
     groups = (CacheGroup("sliding_window", block_size=4, window=6), CacheGroup("full_attention", block_size=8))
     manager = made(groups, sink=sink) if unit is None else made(QWEN, sink=sink, match_unit=unit)
@@ -329,7 +329,7 @@ def test_names_are_judged_by_units_where_blocks_have_several(unit):
     assert judged >= 2
 
 
-def test_names_of_salted_blocks_of_several_units_cannot_be_judged():
+def test_names_of_salted_blocks_of_several_units_are_not_checked():
     groups = (CacheGroup("sliding_window", block_size=4, window=6), CacheGroup("full_attention", block_size=8))
     sink = Recorder()
     manager = made(groups, sink=sink)
@@ -344,8 +344,8 @@ def test_names_of_salted_blocks_of_several_units_cannot_be_judged():
 WINDOW_AND_FULL = (CacheGroup("sliding_window", 4, window=8), CacheGroup("full_attention", 4))
 
 
-def test_of_tokens_from_elsewhere_a_window_needs_blocks_for_those_that_are_attended_to():
-    """40 tokens come, and 4 are computed: 11 blocks of full attention, and 3 of the window."""
+def test_a_window_needs_blocks_only_for_external_tokens_that_are_still_attended_to():
+    """40 tokens come, and 4 are computed: 11 blocks of full attention and 3 of the window."""
 
     def allocated(num_blocks):
         manager = VllmHybridManager(groups=WINDOW_AND_FULL, num_blocks=num_blocks)
@@ -362,7 +362,7 @@ def test_of_tokens_from_elsewhere_a_window_needs_blocks_for_those_that_are_atten
     ) == (8 * [0], 3, 11, 0)
 
 
-def test_a_step_is_not_quiet_while_a_block_behind_the_window_is_to_be_freed():
+def test_a_step_that_frees_a_block_behind_the_window_is_not_quiet():
     manager = VllmHybridManager(groups=WINDOW_AND_FULL, num_blocks=40)
     request = manager.new_request(range(21))
     manager.allocate_slots(request, 21)

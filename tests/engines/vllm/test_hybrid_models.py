@@ -1,4 +1,4 @@
-"""Named hybrid models: their groups, and these at other sizes."""
+"""Named hybrid models: their groups, also at other sizes."""
 
 import pytest
 
@@ -9,7 +9,7 @@ from pytest_kvmock.engines.vllm.hybrid_models import HYBRID_MODELS
 
 NAMES = list(HYBRID_MODELS)
 
-SIZES = {  # scheduler block, hash unit, alignment of hits; the group that a router's blocks are of
+SIZES = {  # scheduler block, hash unit, alignment of hits; the group of a router's blocks
     "gpt_oss": (16, 16, 16, 1),
     "gemma3": (16, 16, 16, 6),
     "gemma4": (32, 16, 32, 5),
@@ -22,7 +22,7 @@ SIZES = {  # scheduler block, hash unit, alignment of hits; the group that a rou
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_model_has_its_sizes(name):
+def test_a_hybrid_model_has_the_expected_sizes_and_attention_group(name):
     model = HYBRID_MODELS[name]
     geometry = GroupGeometry.of(model.groups)
     sizes = (geometry.scheduler_block_size, geometry.hash_unit, geometry.alignment)
@@ -34,7 +34,7 @@ def test_a_model_has_its_sizes(name):
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_the_registry_has_every_model_with_its_sizes(name):
+def test_every_hybrid_model_is_a_registered_backend_with_its_sizes(name):
     model, spec = HYBRID_MODELS[name], BACKENDS[f"vllm_{name}"]
     assert (spec.default_block_size, spec.real_block_size) == (model.default_block_size, model.real_block_size)
     assert spec.models == f"vLLM 0.33.0 with {model.model}"
@@ -44,7 +44,7 @@ def test_the_registry_has_every_model_with_its_sizes(name):
     assert (manager.backend, manager.block_size) == (f"vllm_{name}", model.default_block_size)
 
 
-def test_the_registry_has_no_other_model():
+def test_the_registry_has_no_other_hybrid_vllm_backend():
     assert [f"vllm_{name}" for name in NAMES] == [
         name for name, spec in BACKENDS.items() if spec.group == HYBRID and spec.scheduler == "vllm"
     ]
@@ -52,7 +52,7 @@ def test_the_registry_has_no_other_model():
 
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("factor", [1, 2, 3])
-def test_all_sizes_are_in_proportion(name, factor):
+def test_all_sizes_of_a_model_scale_with_the_block_size(name, factor):
     model = HYBRID_MODELS[name]
     size = factor * model.base_block_size
     for scaled, real in zip(model.sized(size), model.groups, strict=True):
@@ -65,7 +65,7 @@ def test_all_sizes_are_in_proportion(name, factor):
     assert geometry.hash_unit * model.real_block_size == whole.hash_unit * size
 
 
-def test_a_size_that_a_model_cannot_be_scaled_to_is_refused_with_those_that_it_can():
+def test_an_unsupported_block_size_of_a_model_is_refused_with_the_supported_ones():
     with pytest.raises(ValueError) as caught:
         create_manager("vllm_deepseek_v4", num_blocks=8, block_size=16)
     assert str(caught.value) == (
@@ -75,7 +75,7 @@ def test_a_size_that_a_model_cannot_be_scaled_to_is_refused_with_those_that_it_c
     )
 
 
-def test_fine_hits_of_kimi_k3():
+def test_a_match_unit_sets_the_alignment_of_hits_of_kimi_k3():
     manager = create_manager("vllm_kimi_k3", num_blocks=8, block_size=1536, match_unit=128)
     geometry = manager.geometry
     assert (geometry.scheduler_block_size, geometry.hash_unit, geometry.alignment) == (1536, 128, 128)

@@ -1,4 +1,4 @@
-"""Workers and engines of hybrid models over vLLM's native offload: as recorded, and whatever the traffic."""
+"""Workers and engines of hybrid models over vLLM's native offload: recorded and random traffic."""
 
 from functools import partial
 from random import Random
@@ -16,7 +16,7 @@ GROUPS = (CacheGroup("full_attention", 4), CacheGroup("sliding_window", 4, windo
 
 
 def worker_of(num_blocks, **tiers):
-    """A worker whose blocks take a millisecond each on either link, and the list of what it publishes."""
+    """Return a worker whose blocks take a millisecond each on either link, and the list of its events."""
     tiers = {"host": 24, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
     make = partial(create_manager, "vllm", num_blocks=num_blocks, groups=GROUPS, tiers=tiers)
     events = []
@@ -33,13 +33,13 @@ def short(event):
 
 
 def in_order(events):
-    """Events of the device in their order, then those of the host, which have the order of a set."""
+    """Return the device's events in their order, then the host's, sorted because they have the order of a set."""
     events = list(events)
     return [each for each in events if each[1] == "GPU"] + sorted(each for each in events if each[1] == "CPU")
 
 
 @pytest.mark.parametrize("name", ["hybrid", "hybrid_self_describing"])
-def test_a_worker_publishes_what_was_recorded(recording, name):
+def test_a_worker_publishes_the_recorded_events(recording, name):
     value = recording("vllm_0.33.0_offload.json.gz")
     (program,) = (each for each in value["programs"] if each.get("name") == name)
     worker, events = worker_of(
@@ -62,7 +62,7 @@ def test_a_worker_publishes_what_was_recorded(recording, name):
     assert program["final"]["cpu"] == sorted(name for name, _ in worker.manager.offload.resident())
 
 
-def test_a_window_is_a_place_always_and_the_attention_group_may_be_described():
+def test_self_describing_host_events_are_stored_for_attention_and_locations_for_windows():
     worker, events = worker_of(20, self_describing=True)
     worker.serve(list(range(40)))
     worker.tick(100.0)
@@ -71,8 +71,8 @@ def test_a_window_is_a_place_always_and_the_attention_group_may_be_described():
     assert len(worker.manager.resident(HOST)) == 10  # of the attention group
 
 
-def test_what_windows_lack_the_host_does_not_bring_back():
-    """A hit needs the window before its end: here the host has it at the end of the prompt alone."""
+def test_a_prefix_without_its_window_is_not_loaded_back_from_the_host():
+    """A hit needs the window before its end: here the host has it only at the end of the prompt."""
     worker, _ = worker_of(20)
     prompt = list(range(40))
     worker.serve(prompt)
@@ -85,7 +85,7 @@ def test_what_windows_lack_the_host_does_not_bring_back():
         assert (request.cached_tokens, request.onboarded_tokens) == (36, 36)
 
 
-def test_blocks_for_a_request_that_does_not_wait_serve_the_next_one():
+def test_blocks_loaded_for_a_request_that_does_not_wait_are_hit_by_the_next_one():
     worker, _ = worker_of(20)
     prompt = list(range(40))
     worker.serve(prompt)
@@ -101,7 +101,7 @@ def test_blocks_for_a_request_that_does_not_wait_serve_the_next_one():
 
 
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_gemma3"])
-def test_any_traffic_breaks_no_rule(backend):
+def test_random_traffic_over_a_host_breaks_no_rule(backend):
     tiers = {"host": 256, "gbps": 1.0, "bytes_per_token": 62_500, "self_describing": backend == "vllm_gemma3"}
     with RouterHarness(EngineProfile(16, 96, 2, tiers=tiers), backend, sync="every") as kv:
         play(kv, random_traffic(4, 40, workers=2, most_blocks=10, most_ms=12))
@@ -109,7 +109,7 @@ def test_any_traffic_breaks_no_rule(backend):
         kv.assert_in_sync()
 
 
-def test_an_engine_loads_a_prefix_back():
+def test_an_engine_loads_a_prefix_back_from_the_host():
     tiers = {"host": 96, "gbps": 1.0, "bytes_per_token": 62_500}
     with RouterHarness(EngineProfile(16, 40, tiers=tiers), "vllm_gpt_oss") as kv:
         engine, prompts = kv.engine(0), [kv.prompt(blocks=12), kv.prompt(blocks=18)]

@@ -1,4 +1,4 @@
-"""Workers and engines over vLLM's cache groups: what fits is admitted, and quiet steps leave out nothing."""
+"""Workers and engines over vLLM's cache groups: requests that fit are admitted, and quiet steps omit nothing."""
 
 from functools import partial
 from random import Random
@@ -73,14 +73,14 @@ def worker_of(name, num_blocks=60, **options):
 
 
 class Plain:
-    """The same as a worker does, each token a step of its own, and nothing known beforehand."""
+    """The actions of a worker, with one step per token and without look-ahead."""
 
     def __init__(self, name, num_blocks):
         self.sink = CapturingSink()
         self.manager = made(name, self.sink, num_blocks=num_blocks)
 
     def rehearsed(self, request):
-        """The same on a copy."""
+        """Return the same actions on a copy."""
         copy = Plain.__new__(Plain)
         copy.manager, copied = self.manager.rehearsal(request, 0)
         return SimpleNamespace(decode=partial(copy.decode, copied), prefill=partial(copy.prefill, copied))
@@ -111,7 +111,7 @@ class Plain:
 
 @pytest.mark.parametrize("name", GEOMETRIES)
 @pytest.mark.parametrize("num_blocks", [22, 60])
-def test_a_worker_does_what_single_steps_do_and_refuses_what_they_fail_at(name, num_blocks):
+def test_a_worker_equals_single_steps_and_refuses_requests_that_fail_there(name, num_blocks):
     rng = Random(name)
     worker, plain = worker_of(name, num_blocks), Plain(name, num_blocks)
     open_requests, refused = [], 0
@@ -156,7 +156,7 @@ def test_a_worker_does_what_single_steps_do_and_refuses_what_they_fail_at(name, 
 
 
 @pytest.mark.parametrize("name", GEOMETRIES)
-def test_without_prefix_caching_nothing_is_published_and_all_is_freed(name):
+def test_without_prefix_caching_no_event_is_published_and_all_blocks_are_freed(name):
     worker = worker_of(name, prefix_caching=False)
     for _ in range(2):
         assert worker.serve(range(30), 20).cached_tokens == 0
@@ -167,13 +167,13 @@ def test_without_prefix_caching_nothing_is_published_and_all_is_freed(name):
 
 
 @pytest.mark.parametrize("name", ["gpt_oss", "gemma4", "qwen3_next"])
-def test_what_was_stored_for_a_request_is_that_of_the_attention_group(name):
+def test_stored_blocks_of_a_request_are_those_of_the_attention_group(name):
     worker = worker_of(name)
     names = worker.manager.new_request(range(33)).blocks
     assert worker.serve(range(33)).stored_blocks == tuple(names[: 32 // worker.manager.block_size])
 
 
-def test_a_driver_refuses_another_manager():
+def test_a_hybrid_pool_driver_refuses_another_manager():
     with pytest.raises(ValueError, match=r"^a HybridPoolDriver drives a VllmHybridManager, got <BlockPoolManager vllm"):
         HybridPoolDriver(create_manager("vllm", num_blocks=4), True, Random(0))
 
@@ -183,12 +183,12 @@ ROOM = {"vllm_gemma3": 70, "vllm_gemma4": 104, "vllm_deepseek_v4": 900, "vllm_ll
 
 
 def served(backend, seed, *, pass_by_pass, **fields):
-    """An engine after requests some of which share prefixes, in few blocks."""
+    """Return an engine with few blocks after requests that partly share prefixes."""
     rng, size, sink = Random(seed), BACKENDS[backend].default_block_size, CapturingSink()
     args = MockEngineArgs(block_size=size, num_gpu_blocks=ROOM.get(backend, 22), semantics="1.6.1", **fields)
     engine = MockEngine(args, backend=backend, seed=seed, sink=sink)
     if pass_by_pass:
-        engine.on_pass(lambda done: None)  # who looks at every pass has each of them made
+        engine.on_pass(lambda done: None)  # an observer of passes causes each of them to be made
     prefixes = [[rng.getrandbits(17) for _ in range(4 * size)] for _ in range(3)]
     now = 0.0
     for _ in range(14):
@@ -202,7 +202,7 @@ def served(backend, seed, *, pass_by_pass, **fields):
 
 
 @pytest.mark.parametrize("backend", MODELS)
-def test_a_prompt_for_all_of_whose_groups_there_are_never_blocks_is_rejected(backend):
+def test_a_prompt_that_never_fits_in_all_groups_is_rejected(backend):
     size = BACKENDS[backend].default_block_size
     args = MockEngineArgs(block_size=size, num_gpu_blocks=ROOM.get(backend, 22), semantics="1.6.1")
     engine = MockEngine(args, backend=backend)
@@ -213,8 +213,8 @@ def test_a_prompt_for_all_of_whose_groups_there_are_never_blocks_is_rejected(bac
 
 @pytest.mark.parametrize("chunk", [1, 3, 7])
 @pytest.mark.parametrize("backend", ["vllm_gpt_oss", "vllm_kimi_k3"])
-def test_a_prompt_that_is_taken_chunk_by_chunk_fits_or_is_refused(backend, chunk):
-    """Where chunks end, a model that exports states holds more of them for a while than in one go."""
+def test_a_chunked_prompt_fits_or_is_refused_without_a_leak(backend, chunk):
+    """At the ends of chunks, a model that exports states temporarily holds more of them than without chunks."""
     refused = 0
     for num_blocks in range(8, 20):
         with RouterHarness(EngineProfile(block_size=4, num_blocks=num_blocks, chunk=chunk), backend) as kv:
@@ -232,7 +232,7 @@ def test_a_prompt_that_is_taken_chunk_by_chunk_fits_or_is_refused(backend, chunk
 
 @pytest.mark.parametrize("backend", MODELS)
 @pytest.mark.parametrize("fields", [{}, {"max_num_batched_tokens": 40}], ids=["whole", "chunked"])
-def test_an_engine_does_in_one_go_what_it_does_pass_by_pass(backend, fields):
+def test_passes_in_one_go_equal_passes_one_by_one(backend, fields):
     preemptions = reused = 0
     for seed in range(4):
         (quick, events), (slow, expected) = (
@@ -248,10 +248,10 @@ def test_an_engine_does_in_one_go_what_it_does_pass_by_pass(backend, fields):
         preemptions += sum(request.preemptions for request in quick.requests)
         reused += sum(request.first_reused_tokens or 0 for request in quick.requests)
     assert reused
-    assert preemptions or backend == "vllm_deepseek_v4"  # its windows give back more than its decode steps take
+    assert preemptions or backend == "vllm_deepseek_v4"  # its windows free more than its decode steps take
 
 
-def test_the_sibling_of_a_state_that_was_cached_in_this_pass_waits_for_the_next():
+def test_a_sibling_of_a_state_cached_in_this_pass_waits_for_the_next_pass():
     engine = MockEngine(MockEngineArgs(block_size=16, num_gpu_blocks=200, semantics="1.6.1"), backend="vllm_qwen3_next")
     passes = []
     engine.on_pass(lambda done: passes.append([(each.request, each.tokens) for each in done.scheduled]))

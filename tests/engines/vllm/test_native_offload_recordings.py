@@ -1,7 +1,7 @@
-"""Native offload beside the real scheduler and connector of vLLM 0.33.0, step by step.
+"""Native offload compared with the real scheduler and connector of vLLM 0.33.0, step by step.
 
-The data is a part of the recordings that `play_vllm_offload.py` plays whole: programs that have, together, every kind
-of step.
+The data is a part of the recordings that `play_vllm_offload.py` plays: programs that together contain every kind of
+step.
 """
 
 import pytest
@@ -21,12 +21,12 @@ def recorded(recording):
     return recording(FILE)
 
 
-def test_every_step_is_the_recorded_one(recorded):
+def test_every_step_equals_the_recorded_step(recorded):
     found = {name_of(each): difference(each, recorded["fields"]) for each in recorded["programs"]}
     assert dict.fromkeys(found) == found
 
 
-def test_the_recordings_have_what_can_go_wrong(recorded):
+def test_the_recordings_cover_every_reset_answer_chunk_size_and_lookup_result(recorded):
     programs = recorded["programs"]
     steps = [entry[1] for program in programs for entry in program["log"] if entry[0] == "step"]
     answers = {entry[3] for program in programs for entry in program["log"] if entry[0] == "reset"}
@@ -44,7 +44,7 @@ def test_the_recordings_have_what_can_go_wrong(recorded):
 
 
 @pytest.mark.parametrize("name", ["lookups", "scheduled", "loads", "stores", "flush", "done", "received", "events"])
-def test_a_difference_is_found(recorded, name):
+def test_the_player_finds_a_difference_in_any_field_of_a_step(recorded, name):
     program = next(
         each for each in recorded["programs"] if any(entry[0] == "step" and entry[1].get(name) for entry in each["log"])
     )
@@ -56,6 +56,6 @@ def test_a_difference_is_found(recorded, name):
     assert f"  {name}: recorded []" in found
 
 
-def test_another_final_state_is_found(recorded):
+def test_the_player_finds_a_different_final_state(recorded):
     program = {**recorded["programs"][0], "final": {"gpu": [], "cpu": []}}
     assert difference(program, recorded["fields"]).startswith("final: ")

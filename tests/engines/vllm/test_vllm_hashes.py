@@ -1,4 +1,4 @@
-"""Block hashes of vLLM: those that its own functions gave, and what is refused."""
+"""Block hashes of vLLM: those of its own functions, and refused inputs."""
 
 import pickle
 from copy import deepcopy
@@ -29,11 +29,11 @@ KEYS = {
 
 
 def tuples(value):
-    """As hashed: JSON has lists."""
+    """Return tuples, which are hashed; JSON has lists."""
     return tuple(map(tuples, value)) if isinstance(value, list) else value
 
 
-def test_hashes_are_those_of_the_real_ones_with_every_algorithm_seed_and_key(recording):
+def test_block_hashes_equal_those_of_vllm_for_every_algorithm_seed_and_key(recording):
     checked = 0
     for run in recording("vllm_block_hashes_extra.json.gz"):
         for case in run["cases"]:
@@ -52,7 +52,7 @@ def test_hashes_are_those_of_the_real_ones_with_every_algorithm_seed_and_key(rec
 
 @pytest.mark.parametrize("seed", ["0", "42"])
 @pytest.mark.parametrize("algorithm", ["sha256", "sha256_cbor"])
-def test_what_is_published_is_the_last_64_bits(recording, algorithm, seed):
+def test_the_published_name_is_the_last_64_bits_of_the_digest(recording, algorithm, seed):
     known = recording("vllm_block_hashes.json")[f"{algorithm}|seed={seed}"]
     hasher = VllmHasher("0.33.0", algorithm, seed)
     first, second = hasher.digests(range(1, 9), 4, 0, None)
@@ -68,7 +68,7 @@ TOKENS = (0, 23, 24, 255, 256, 65535, 65536, 2**18, 2**32 - 1)
 
 @pytest.mark.parametrize("algorithm", ["sha256_cbor", "xxhash_cbor"])
 @pytest.mark.parametrize("block_size", [1, 3, 9, 23, 24, 256])
-def test_plain_blocks_are_written_as_cbor2_writes_them(algorithm, block_size):
+def test_plain_blocks_are_encoded_as_by_cbor2(algorithm, block_size):
     cbor2 = pytest.importorskip("cbor2")
     hasher = VllmHasher(algorithm=algorithm)
     tokens = (TOKENS * 30)[:block_size]
@@ -80,8 +80,8 @@ def test_plain_blocks_are_written_as_cbor2_writes_them(algorithm, block_size):
 
 
 @pytest.mark.parametrize("seed", seeds(200))
-def test_tokens_of_any_vocabulary_are_written_alike(seed):
-    """Repeated ids, ids above any vocabulary and what is mixed of both are written at once; with keys, one by one."""
+def test_tokens_of_any_size_are_encoded_as_canonical_cbor(seed):
+    """Repeated ids, ids above any vocabulary and mixtures of both are written at once; with keys, one by one."""
     rng = Random(seed)
     tokens = []
     for _ in range(40):
@@ -96,14 +96,14 @@ def test_tokens_of_any_vocabulary_are_written_alike(seed):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 @pytest.mark.parametrize("keys", [None, KEYS["lora"]], ids=["plain", "lora"])
-def test_a_chain_that_continues_is_the_chain_at_once(algorithm, keys):
+def test_a_continued_hash_chain_equals_one_computed_at_once(algorithm, keys):
     hasher = VllmHasher(algorithm=algorithm, keys=keys)
     whole = hasher.digests(range(16), 4, 0, None)
     assert whole[2:] == hasher.digests(range(8, 17), 4, 2, whole[1])
 
 
 @pytest.mark.parametrize("seed", [None, "7"])
-def test_a_request_that_grows_has_the_names_of_its_tokens(seed):
+def test_a_growing_request_has_the_names_of_all_its_tokens(seed):
     hasher = VllmHasher(seed=seed)
     grown = HashedTokens(Prompt(range(3)), 4, hasher, None)
     prompt = Prompt(range(5))
@@ -114,14 +114,14 @@ def test_a_request_that_grows_has_the_names_of_its_tokens(seed):
     whole = HashedTokens(Prompt(range(21)), 4, hasher, None)
     assert whole.names == grown.names == also.names
     assert whole.local_hashes == grown.local_hashes == also.local_hashes
-    assert len(HashedTokens(prompt, 4, hasher, None).names) == 1  # the prompt's own have not grown
+    assert len(HashedTokens(prompt, 4, hasher, None).names) == 1  # the prompt's own names have not grown
 
 
 @pytest.mark.parametrize(
     "hasher", [VllmHasher(), VllmHasher("0.9.2"), SglangHasher()], ids=["vllm", "signed", "sglang"]
 )
 @pytest.mark.parametrize("output", [0, 2, 9])
-def test_a_request_that_is_over_answers_as_before(hasher, output):
+def test_a_released_request_keeps_its_names_tokens_and_hashes(hasher, output):
     def facts(tokens):
         data, rows = tokens.stored(1, 3)
         return list(tokens.names), tokens.local_hashes, tokens.tokens, data, rows, rows.digests, rows.names
@@ -139,8 +139,8 @@ def test_a_request_that_is_over_answers_as_before(hasher, output):
 
 @pytest.mark.parametrize("seed", seeds(100))
 @pytest.mark.parametrize("made_by", [*ALGORITHMS, "signed", "sglang"])
-def test_a_prompt_of_a_trace_has_the_names_of_its_tokens(made_by, seed):
-    """Also where blocks do not end with the ids of the trace, and of ids in all forms that CBOR has."""
+def test_a_prompt_of_trace_ids_has_the_names_of_its_tokens(made_by, seed):
+    """Also if blocks do not end with the ids of the trace, and for ids of all CBOR forms."""
     others = {"signed": VllmHasher("0.9.2"), "sglang": SglangHasher()}
     hasher = others.get(made_by) or VllmHasher("0.33.0", made_by)
     draw = Random(seed)
@@ -157,7 +157,7 @@ def test_a_prompt_of_a_trace_has_the_names_of_its_tokens(made_by, seed):
         assert plain.rows(0, 1, size) == made.rows(0, 1, size)
 
 
-def test_a_request_of_hashes_that_is_over_keeps_what_it_drew():
+def test_a_released_request_of_hashes_keeps_its_drawn_names():
     tokens = HashedTokens(Prompt(hashes=[1, 2]), 4, VllmHasher(), Random(1))
     tokens.extend(range(8))
     before = list(tokens.names), list(tokens.local_hashes)
@@ -165,7 +165,7 @@ def test_a_request_of_hashes_that_is_over_keeps_what_it_drew():
     assert before == (list(tokens.names), list(tokens.local_hashes))
 
 
-def test_a_hasher_is_equal_to_one_that_names_alike():
+def test_hashers_that_give_the_same_names_are_equal():
     assert VllmHasher() == VllmHasher("0.19.1")  # plain blocks have the same names in all releases
     assert hash(VllmHasher()) == hash(VllmHasher("0.19.1"))
     different = [
@@ -182,7 +182,7 @@ def test_a_hasher_is_equal_to_one_that_names_alike():
     assert VllmHasher() != "sha256_cbor"
 
 
-def test_the_chain_of_a_stream_finds_a_name_that_is_not_that_of_its_tokens():
+def test_the_hash_chain_of_a_stream_detects_a_name_that_does_not_match_its_tokens():
     hasher = VllmHasher()
     tokens = HashedTokens(Prompt(range(12)), 4, hasher, None)
     chain = HashChain(hasher)
@@ -191,13 +191,11 @@ def test_the_chain_of_a_stream_finds_a_name_that_is_not_that_of_its_tokens():
     assert tokens.names[:1] == chain.expected(first, list(tokens.block_tokens(0, 1)), 4)
     assert tokens.names[1:] == chain.expected(rest, list(tokens.block_tokens(1, 3)), 4)
     assert tokens.names[:1] != chain.expected(first, [(0, 1, 2, 4)], 4)
-    assert None is HashChain(hasher).expected(
-        rest, list(tokens.block_tokens(1, 3)), 4
-    )  # nobody knows what it is chained to
+    assert None is HashChain(hasher).expected(rest, list(tokens.block_tokens(1, 3)), 4)  # its parent is unknown
     assert None is chain.expected(rest, (), 4)
 
 
-def test_what_a_worker_has_just_hashed_is_not_hashed_again_and_what_was_changed_since_is():
+def test_freshly_hashed_blocks_are_not_hashed_again_unless_they_were_changed():
     hasher = VllmHasher()
     data, tokens = HashedTokens(Prompt(range(12)), 4, hasher, None).stored(0, 3)
     assert own_blocks(data, tokens, 4, None) is tokens == [(0, 1, 2, 3), (4, 5, 6, 7), (8, 9, 10, 11)]
@@ -218,7 +216,7 @@ def test_what_a_worker_has_just_hashed_is_not_hashed_again_and_what_was_changed_
         == [(4, 5, 6, 7), (8, 9, 10, 11)]
     )
     assert None is own_blocks(Stored(None, names[1:], local_hashes[1:]), rest, 4, None)
-    with pytest.raises(TypeError):  # what was made of them stays true of them
+    with pytest.raises(TypeError):  # the names that were made from them remain valid
         tokens[1] = (4, 5, 6, 8)
     changed = [tokens[0], (4, 5, 6, 8), *tokens[2:]]
     assert None is own_blocks(data, changed, 4, None)
@@ -248,11 +246,11 @@ def test_what_a_worker_has_just_hashed_is_not_hashed_again_and_what_was_changed_
         ({"seed": None, "version": "0.19.1", "algorithm": "xxhash_cbor"}, "hash_seed is missing: .* other xxhash_cbor"),
     ],
 )
-def test_what_it_cannot_name_by_is_refused(arguments, message):
+def test_invalid_options_of_a_hasher_are_refused(arguments, message):
     with pytest.raises(ValueError, match=f"^{message}"):
         VllmHasher(**arguments)
 
 
-def test_a_multimodal_item_is_hashed_in_the_blocks_that_it_lies_in_and_no_other():
+def test_a_multimodal_item_is_hashed_only_in_the_blocks_that_it_covers():
     keys = ExtraKeys(multimodal=(MultimodalItem("img", 4, 4),))
     assert [keys.of_block(place, 4, tagged=False) for place in range(3)] == [None, (("img", 0),), None]

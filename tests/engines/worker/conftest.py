@@ -1,4 +1,4 @@
-"""Workers to try, outside any harness."""
+"""Workers for tests outside a harness."""
 
 from random import Random
 
@@ -8,7 +8,7 @@ from pytest_kvmock import BACKENDS, CapturingSink, Stored, create_manager
 from pytest_kvmock.engines import KvWorker
 
 MOVED = sorted([*(name for name, spec in BACKENDS.items() if spec.in_matrix), "hash_cache"])
-"""The backends that take moves."""
+"""The backends that accept moves."""
 
 
 @pytest.fixture(params=MOVED)
@@ -18,7 +18,7 @@ def backend(request):
 
 @pytest.fixture
 def make_worker(backend):
-    """Make a worker of 8 blocks of 4 tokens, unless told otherwise; its events are in `worker.captured`."""
+    """Make a worker, by default of 8 blocks of 4 tokens; its events are in `worker.captured`."""
 
     def make(num_blocks=8, block_size=4, *, seed=0, **options):
         captured = CapturingSink()
@@ -41,7 +41,7 @@ def worker(make_worker):
 
 @pytest.fixture
 def state_of():
-    """Everything that a worker, its manager and its listener show."""
+    """Return all visible state of a worker, its manager and its listener."""
 
     def state(worker):
         manager = worker.manager
@@ -60,7 +60,7 @@ def state_of():
 
 @pytest.fixture
 def stored_of():
-    """(parent, blocks) of each Stored."""
+    """Return (parent, blocks) of each Stored."""
 
     def stored(events):
         return [(e.data.parent_hash, list(e.data.block_hashes)) for e in events if isinstance(e.data, Stored)]

@@ -1,4 +1,4 @@
-"""Every engine under any mix of requests: no event is wrong, no block is lost, and none is kept."""
+"""Every engine under random requests: no event is wrong, no block is lost, and none is leaked."""
 
 from collections import Counter
 
@@ -23,7 +23,7 @@ MAY_WARN = {
     "hash_cache": {"wrong_hash"},
     "multi_lru": {"evicted_and_restored", "wrong_hash", "orphaned_child"},
 }
-"""What the events of an engine may be warned of, because the original does it."""
+"""The warnings that the events of an engine may cause, because the original engine causes them."""
 
 
 any_program = given(
@@ -36,14 +36,14 @@ any_program = given(
 @pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if spec.group is None])
 @settings(max_examples=examples(25))
 @any_program
-def test_any_traffic(engine, program, chunk, num_blocks):
+def test_any_traffic_of_an_engine_breaks_no_rule_and_conserves_blocks(engine, program, chunk, num_blocks):
     check_any_traffic(engine, program, chunk, num_blocks)
 
 
 @pytest.mark.parametrize("engine", [name for name in ENGINES if name in HYBRID])
-@settings(max_examples=FEWEST_EXAMPLES)  # the models of a program differ by their sizes, and share its manager
+@settings(max_examples=FEWEST_EXAMPLES)  # the models of an engine differ by their sizes, and share its manager
 @any_program
-def test_any_traffic_of_a_hybrid_model(engine, program, chunk, num_blocks):
+def test_any_traffic_of_a_hybrid_model_breaks_no_rule_and_conserves_blocks(engine, program, chunk, num_blocks):
     check_any_traffic(engine, program, chunk, num_blocks)
 
 
@@ -64,7 +64,7 @@ def check_any_traffic(engine, program, chunk, num_blocks):
         assert (manager.num_active_blocks, manager.num_active_block_refs) == (0, 0)
         names = len(
             manager.resident()
-        )  # where a hash is of less than a block, a prompt's tail has one beside its block's
+        )  # if a hash covers less than a block, a prompt's tail has one in addition to that of its block
         assert manager.num_inactive_blocks == names or (
             not worker.traits.takes_hashes and manager.num_inactive_blocks < names
         )
@@ -76,7 +76,7 @@ def check_any_traffic(engine, program, chunk, num_blocks):
 
 
 def conserved(worker, num_blocks):
-    """What is in use and what is cached fits, and each inactive block is resident."""
+    """Check that used and cached blocks fit, and that each inactive block is resident."""
     manager = worker.manager
     active, inactive = manager.num_active_blocks, manager.num_inactive_blocks
     assert min(active, inactive) >= 0
@@ -93,7 +93,7 @@ def conserved(worker, num_blocks):
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_what_is_open_at_the_end_is_a_leak_of_requests_and_of_nothing_else(engine):
+def test_a_request_left_open_is_reported_only_as_a_leaked_request(engine):
     spec = ENGINES[engine]
     kv = RouterHarness(sized(EngineProfile(block_size=SIZE, num_blocks=CAPACITY), spec), spec)
     kv.worker(0).prefill(kv.prompt(2, tail=1))
@@ -103,11 +103,11 @@ def test_what_is_open_at_the_end_is_a_leak_of_requests_and_of_nothing_else(engin
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_a_request_longer_than_the_whole_cache_is_refused(engine):
+def test_a_request_larger_than_the_cache_is_refused(engine):
     spec = ENGINES[engine]
     with RouterHarness(sized(EngineProfile(block_size=SIZE, num_blocks=2), spec), spec) as kv:
         worker, most = kv.worker(0), kv.profile.num_blocks
-        needed = "" if worker.traits.groups else f"{most + 1} "  # several caches need more, or less than they would
+        needed = "" if worker.traits.groups else f"{most + 1} "  # several caches need more or fewer blocks
         worker.serve(kv.prompt(2))
         before = (sorted(worker.manager.resident()), kv.events.total)
         with pytest.raises(OutOfBlocks, match=f"{needed}blocks are needed and {most} are available"):
@@ -116,11 +116,11 @@ def test_a_request_longer_than_the_whole_cache_is_refused(engine):
 
 
 @pytest.mark.parametrize("engine", [name for name, spec in ENGINES.items() if spec.traits.takes_hashes])
-def test_output_after_a_prompt_of_hashes_continues_with_its_chain(engine):
+def test_output_after_a_prompt_of_hashes_continues_the_hash_chain(engine):
     spec = ENGINES[engine]
     with RouterHarness(sized(EngineProfile(block_size=SIZE, num_blocks=CAPACITY), spec), spec) as kv:
         for number in range(6):
-            prompt = Prompt(hashes=[2**64 - 1 - number])  # signed, its name is below 0
+            prompt = Prompt(hashes=[2**64 - 1 - number])  # as a signed number, its name is negative
             kv.worker(0).serve(prompt, output_tokens=3 * SIZE + 1)  # models with states keep one at 16 tokens
             assert kv.overlap(prompt) == {0: 1}
         stored = [entry.event for entry in kv.events if isinstance(entry.event.event.data, Stored)]

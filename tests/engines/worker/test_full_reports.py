@@ -1,4 +1,4 @@
-"""Requests of vLLM that carry `kv_cache_report_mode="full"`: when they report, and what becomes of the engine."""
+"""Requests of vLLM that carry `kv_cache_report_mode="full"`: when they report, and the effect on the engine."""
 
 from functools import partial
 from random import Random
@@ -48,7 +48,7 @@ def stored(sink):
     return [(event.data.parent_hash, len(event.data.block_hashes)) for event in sink.events]
 
 
-def test_a_hit_is_reported_from_the_root_before_what_the_request_stores(worker, sink):
+def test_a_full_report_covers_the_hit_from_the_root_before_new_blocks_are_stored(worker, sink):
     worker.serve(TOKENS)
     sink.events.clear()
     worker.serve(asks_full([*TOKENS, 1, 2, 3]))
@@ -57,7 +57,7 @@ def test_a_hit_is_reported_from_the_root_before_what_the_request_stores(worker, 
     assert parent == sink.events[0].data.block_hashes[-1]
 
 
-def test_only_the_word_full_reports(worker, sink):
+def test_only_report_mode_full_publishes_a_report(worker, sink):
     worker.serve(TOKENS)
     sink.events.clear()
     with pytest.warns(UserWarning, match="report_mode must be 'full' or 'incremental'; 'Full' is ignored"):
@@ -67,7 +67,7 @@ def test_only_the_word_full_reports(worker, sink):
     assert stored(sink) == []
 
 
-def test_a_request_that_finds_no_room_reports(worker, sink):
+def test_a_request_that_does_not_fit_still_publishes_its_report(worker, sink):
     worker.serve(TOKENS)
     with worker.prefill(range(100, 128)):
         sink.events.clear()
@@ -76,7 +76,7 @@ def test_a_request_that_finds_no_room_reports(worker, sink):
     assert stored(sink) == [(None, 2)]
 
 
-def test_other_engines_know_no_reports():
+def test_engines_other_than_vllm_publish_no_report():
     sink = CapturingSink()
     worker = worker_over(sink, "sglang")
     worker.serve(TOKENS)
@@ -85,7 +85,7 @@ def test_other_engines_know_no_reports():
     assert stored(sink) == []
 
 
-def test_under_dcp_a_full_report_ends_the_engine_with_all_its_requests():
+def test_with_dcp_a_full_report_crashes_the_engine_and_loses_its_requests():
     sink = CapturingSink()
     worker = worker_over(sink, dcp=2)
     request = worker.prefill(TOKENS)
@@ -99,7 +99,7 @@ def test_under_dcp_a_full_report_ends_the_engine_with_all_its_requests():
     assert len(sink.events) == before
 
 
-def test_a_waiting_request_of_an_engine_in_time_reports_in_each_pass():
+def test_a_waiting_request_of_an_engine_publishes_its_report_in_each_pass():
     sink = CapturingSink()
     args = MockEngineArgs(num_gpu_blocks=9, block_size=SIZE)
     engine = MockEngine(args, backend="vllm", sink=sink)
@@ -112,13 +112,13 @@ def test_a_waiting_request_of_an_engine_in_time_reports_in_each_pass():
     assert [row for row in stored(sink) if row[0] is None] == [(None, 2)] * 3
 
 
-def test_an_index_with_the_rule_of_reports_forgets_what_a_removed_names(worker, sink):
+def test_an_index_with_full_reports_does_not_count_reports_as_copies(worker, sink):
     counted, ruled = RadixIndex(count_copies=True), RadixIndex(count_copies=True, full_reports=True)
     for _ in range(3):
         worker.serve(asks_full(TOKENS))
     worker.serve(range(300, 348))  # all blocks
     for event in sink.events:
-        plain = RouterEvent(0, event)  # as a wire has it
+        plain = RouterEvent(0, event)  # in wire form
         counted.apply(plain)
         ruled.apply(plain)
     local = Prompt(TOKENS).block_hashes(SIZE)
@@ -126,14 +126,14 @@ def test_an_index_with_the_rule_of_reports_forgets_what_a_removed_names(worker, 
     assert ruled.find_matches(local).scores == {}
 
 
-def test_the_rule_of_reports_is_one_of_counting():
+def test_full_reports_requires_count_copies():
     with pytest.raises(ValueError, match="full_reports goes with count_copies"):
         RadixIndex(full_reports=True)
 
 
 @pytest.mark.parametrize("backend", ["vllm", "vllm_gpt_oss"])
 @each_parameter
-def test_reports_break_no_rule_of_an_honest_stream(backend):
+def test_full_reports_break_no_event_rule(backend):
     with RouterHarness(EngineProfile(num_blocks=24, block_size=16), BACKENDS[backend]) as harness:
         worker, prompt = harness.workers[0], harness.prompt(4)
         for _ in range(3):

@@ -1,4 +1,4 @@
-"""A vLLM worker with native offload, and an engine over one: what is stored when, what is loaded, and what waits."""
+"""A vLLM worker with native offload, and an engine over one: stores and their times, loads, and waits."""
 
 import warnings
 from collections import Counter
@@ -18,7 +18,7 @@ A, B = list(range(100, 118)), list(range(200, 240))
 
 
 def worker_of(num_blocks=12, *, seed=1, chunk_tokens=None, **tiers):
-    """A worker whose blocks take a millisecond each on either link, and the list of what it publishes."""
+    """Return a worker whose blocks take a millisecond each on either link, and the list of its events."""
     tiers = {"host": 16, "gbps": 1.0, "bytes_per_token": 250_000, **tiers}
     make = partial(create_manager, "vllm", num_blocks=num_blocks, block_size=SIZE, tiers=tiers)
     events = []
@@ -30,7 +30,7 @@ def worker_of(num_blocks=12, *, seed=1, chunk_tokens=None, **tiers):
 
 
 def taken(events):
-    """The events so far, in short; they are forgotten."""
+    """Return the events so far in a short form, and clear them."""
     short = [
         ("host" if each.storage_tier is HOST else "device", type(each.event.data), len(_hashes(each)))
         for each in events
@@ -48,7 +48,7 @@ def serve(worker, prompt):
         return request.cached_tokens, request.onboarded_tokens
 
 
-def test_computed_blocks_are_on_the_host_only_after_their_transfer():
+def test_computed_blocks_are_copied_to_the_host_when_their_transfer_ends():
     worker, events = worker_of()
     serve(worker, A)
     assert [("device", Stored, 4)] == taken(events)
@@ -61,7 +61,7 @@ def test_computed_blocks_are_on_the_host_only_after_their_transfer():
     assert len(worker.manager.resident(HOST)) * SIZE == 16
 
 
-def test_one_load_publishes_one_stored_of_the_device_alone():
+def test_a_load_from_the_host_publishes_one_stored_of_the_device():
     worker, events = worker_of()
     serve(worker, A)
     worker.tick(10.0)
@@ -72,10 +72,10 @@ def test_one_load_publishes_one_stored_of_the_device_alone():
     assert serve(worker, A) == (16, 8)
     assert worker.now == 32.0
     assert [("device", Stored, 2)] == [each for each in taken(events) if each[1] is not Removed]
-    assert len(worker.manager.resident(HOST)) == 14  # what is loaded stays there
+    assert len(worker.manager.resident(HOST)) == 14  # loaded blocks stay on the host
 
 
-def test_a_prompt_of_whole_blocks_that_the_device_has_entirely_loads_its_last_block():
+def test_a_fully_cached_prompt_of_whole_blocks_loads_its_last_block_from_the_host():
     worker, events = worker_of()
     serve(worker, A[:16])
     worker.tick(10.0)
@@ -86,7 +86,7 @@ def test_a_prompt_of_whole_blocks_that_the_device_has_entirely_loads_its_last_bl
     assert [count for count in Counter(worker.manager.resident()).values() if count > 1] == [2]
 
 
-def test_a_request_that_may_not_wait_gets_the_deadline_and_hits_at_the_next_attempt():
+def test_a_request_that_does_not_wait_gets_a_deadline_and_hits_at_the_next_attempt():
     worker, events = worker_of()
     serve(worker, A)
     worker.tick(10.0)
@@ -106,7 +106,7 @@ def test_a_request_that_may_not_wait_gets_the_deadline_and_hits_at_the_next_atte
     assert worker.manager.num_free_blocks == 12
 
 
-def test_a_prefix_that_is_being_stored_is_waited_for():
+def test_a_request_waits_for_the_copy_of_its_prefix_to_the_host():
     worker, _ = worker_of()
     serve(worker, A)
     with pytest.raises(WouldWait, match="what it begins with is being copied") as error:
@@ -115,10 +115,10 @@ def test_a_prefix_that_is_being_stored_is_waited_for():
     assert serve(worker, A[:16]) == (12, 3)
 
 
-def test_blocks_that_are_taken_while_they_are_copied_are_waited_for():
+def test_a_request_that_reuses_blocks_under_copy_waits_for_the_copy():
     worker, events = worker_of(num_blocks=5)
     serve(worker, A)
-    worker.tick(0.0)  # the copy begins
+    worker.tick(0.0)  # the copy starts
     events.clear()
     serve(worker, list(range(300, 316)))
     assert worker.now == 4.0
@@ -127,7 +127,7 @@ def test_blocks_that_are_taken_while_they_are_copied_are_waited_for():
     assert kinds.index(("device", Stored)) < kinds.index(("host", Located))
 
 
-def test_output_is_stored_too_if_configured():
+def test_output_is_stored_on_the_host_unless_prompt_only():
     for prompt_only, blocks in ((True, 4), (False, 5)):
         worker, _ = worker_of(prompt_only=prompt_only)
         worker.serve(A, 5)
@@ -135,7 +135,7 @@ def test_output_is_stored_too_if_configured():
         assert blocks == len(worker.manager.resident(HOST)), prompt_only
 
 
-def test_a_chunk_is_stored_once_it_was_offered_often_enough():
+def test_a_chunk_is_stored_when_it_was_offered_store_threshold_times():
     worker, _ = worker_of(store_threshold=2)
     serve(worker, A)
     worker.tick(10.0)
@@ -145,7 +145,7 @@ def test_a_chunk_is_stored_once_it_was_offered_often_enough():
     assert len(worker.manager.resident(HOST)) == 4
 
 
-def test_a_prefill_in_chunks_begins_where_the_device_ends():
+def test_a_chunked_prefill_starts_behind_the_hit_on_the_device():
     worker, _ = worker_of(chunk_tokens=8)
     serve(worker, A)
     worker.tick(10.0)
@@ -155,7 +155,7 @@ def test_a_prefill_in_chunks_begins_where_the_device_ends():
     assert len(worker.manager.resident(HOST)) == 6
 
 
-def test_a_request_stores_and_loads_no_more_than_it_may():
+def test_max_offload_tokens_and_max_load_tokens_limit_stores_and_loads():
     worker, _ = worker_of(max_offload_tokens=11)
     serve(worker, A)
     worker.tick(10.0)
@@ -169,14 +169,14 @@ def test_a_request_stores_and_loads_no_more_than_it_may():
         assert (8 + loaded, loaded) == serve(worker, A)
 
 
-def test_with_two_batches_in_flight_a_step_reports_what_the_one_before_it_found():
+def test_async_scheduling_reports_finished_transfers_one_step_later():
     located = [("host", Located, 1)] * 4
     for is_async in (False, True):
         worker, events = worker_of(async_scheduling=is_async)
         serve(worker, A)
         worker.tick(1.0)
         events.clear()
-        with worker.prefill(B):  # it takes blocks that are being copied, and waits for that
+        with worker.prefill(B):  # it takes blocks that are being copied, and waits for the copies
             assert worker.now == 4.0
             assert ([] if is_async else located) == [each for each in taken(events) if each[0] == "host"]
             assert (0 if is_async else 4) == len(worker.manager.resident(HOST))
@@ -186,7 +186,7 @@ def test_with_two_batches_in_flight_a_step_reports_what_the_one_before_it_found(
         assert len(worker.manager.resident(HOST)) == 14
 
 
-def test_self_describing_events_name_all_blocks_of_a_chunk_with_tokens_and_parent():
+def test_self_describing_events_have_all_blocks_of_a_chunk_with_tokens_and_parent():
     worker, events = worker_of(chunk=2, self_describing=True)
     serve(worker, A)
     names = _hashes(events[0])
@@ -200,7 +200,7 @@ def test_self_describing_events_name_all_blocks_of_a_chunk_with_tokens_and_paren
     assert Counter(names) == Counter(worker.manager.resident(HOST))
 
 
-def test_places_name_the_last_block_of_a_chunk():
+def test_a_location_names_the_last_block_of_its_chunk():
     worker, events = worker_of(chunk=2)
     serve(worker, A)
     names = _hashes(events[0])
@@ -208,7 +208,7 @@ def test_places_name_the_last_block_of_a_chunk():
     assert {names[1], names[3]} == {name for each in events if each.storage_tier is HOST for name in _hashes(each)}
 
 
-def test_a_cleared_covers_the_device_alone_and_the_host_is_emptied_silently():
+def test_a_cleared_covers_only_the_device_and_clearing_the_host_publishes_nothing():
     worker, events = worker_of()
     serve(worker, A)
     worker.tick(10.0)
@@ -222,7 +222,7 @@ def test_a_cleared_covers_the_device_alone_and_the_host_is_emptied_silently():
     assert worker.cached_tokens(A, HOST) == 0
 
 
-def test_the_chunks_of_a_transfer_come_in_an_order_of_the_seed():
+def test_the_seed_sets_the_order_of_the_chunks_of_a_transfer():
     def order(seed):
         worker, events = worker_of(num_blocks=12, seed=seed)
         serve(worker, B)
@@ -237,7 +237,7 @@ def test_the_chunks_of_a_transfer_come_in_an_order_of_the_seed():
     assert all(each != sorted(each) for each in orders)  # children before parents
 
 
-def test_a_host_smaller_than_a_step_warns_once():
+def test_a_host_smaller_than_the_chunks_of_a_step_warns_once():
     worker, _ = worker_of(host=4)
     with pytest.warns(UserWarning, match="a step offered 10 chunks, and the host has room for 4") as found:
         serve(worker, B)
@@ -283,7 +283,7 @@ def engine_of(num_blocks=12, **tiers):
     return MockEngine(args, worker=worker), worker, events
 
 
-def test_an_engine_parks_a_request_whose_prefix_comes_from_the_host():
+def test_an_engine_parks_a_request_while_its_prefix_is_loaded_from_the_host():
     engine, worker, events = engine_of()
     engine.submit(A, 2)
     engine.run()
@@ -299,7 +299,7 @@ def test_an_engine_parks_a_request_whose_prefix_comes_from_the_host():
     assert worker.manager.num_free_blocks == 12
 
 
-def test_an_idle_engine_steps_on_until_all_is_reported():
+def test_an_idle_engine_continues_to_step_until_all_transfers_are_reported():
     engine, worker, _ = engine_of()
     engine.submit(A, 1)
     engine.run()
@@ -307,7 +307,7 @@ def test_an_idle_engine_steps_on_until_all_is_reported():
     assert len(worker.manager.resident(HOST)) == 4
 
 
-def test_an_aborted_request_gives_its_blocks_back_when_its_load_has_come():
+def test_an_aborted_request_frees_its_blocks_when_its_load_ends():
     engine, worker, _ = engine_of()
     engine.submit(A, 1)
     engine.run()
@@ -323,7 +323,7 @@ def test_an_aborted_request_gives_its_blocks_back_when_its_load_has_come():
     assert worker.manager.num_free_blocks == 12
 
 
-def test_dynamo_s_host_is_not_put_below_vllm():
+def test_the_dynamo_host_argument_is_refused_over_vllm():
     with pytest.raises(ValueError, match="num_g2_blocks=8 is the host of Dynamo's block managers, and backend 'vllm'"):
         MockEngine(
             MockEngineArgs(num_gpu_blocks=8, block_size=4, num_g2_blocks=8, kv_bytes_per_token=1), backend="vllm"

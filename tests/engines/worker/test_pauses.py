@@ -1,4 +1,4 @@
-"""Resets, pauses and sleeps of a worker: when its cache is empty, and when its events say so."""
+"""Resets, pauses and sleeps of a worker: when its cache is empty, and when its events report this."""
 
 from functools import partial
 from random import Random
@@ -34,7 +34,7 @@ def kinds(sink):
     return [event.data.kind for event in sink.take()]
 
 
-def test_the_cleared_of_a_reset_leaves_with_the_next_request_before_its_stored(sink):
+def test_the_cleared_of_a_reset_is_published_with_the_next_request_before_its_stored(sink):
     worker = worker_over(sink)
     worker.serve(TOKENS)
     sink.take()
@@ -46,7 +46,7 @@ def test_the_cleared_of_a_reset_leaves_with_the_next_request_before_its_stored(s
     assert kinds(sink) == ["cleared", "stored"]
 
 
-def test_other_engines_publish_the_cleared_at_once(sink):
+def test_other_engines_publish_the_cleared_of_a_reset_at_once(sink):
     worker = worker_over(sink, "sglang")
     worker.serve(TOKENS)
     sink.take()
@@ -64,7 +64,7 @@ def test_a_reset_is_refused_while_a_request_runs(sink):
         assert kinds(sink) == ["stored"]
 
 
-def test_a_reset_with_running_requests_has_them_computed_again(sink):
+def test_a_reset_with_running_requests_preempts_and_recomputes_them(sink):
     worker = worker_over(sink)
     request = worker.prefill(TOKENS)
     sink.take()
@@ -74,7 +74,7 @@ def test_a_reset_with_running_requests_has_them_computed_again(sink):
     assert kinds(sink) == ["cleared", "stored"]
 
 
-def test_a_sleeping_worker_takes_and_publishes_nothing(sink):
+def test_a_sleeping_worker_refuses_requests_and_publishes_nothing(sink):
     worker = worker_over(sink)
     request = worker.prefill(TOKENS)
     sink.take()
@@ -87,7 +87,7 @@ def test_a_sleeping_worker_takes_and_publishes_nothing(sink):
     assert kinds(sink) == ["cleared", "stored"]
 
 
-def test_a_pause_that_waits_clears_once_the_last_request_has_ended(sink):
+def test_a_pause_in_wait_mode_clears_the_cache_after_the_last_request_ends(sink):
     worker = worker_over(sink)
     request = worker.prefill(TOKENS)
     worker.pause("wait")
@@ -97,7 +97,7 @@ def test_a_pause_that_waits_clears_once_the_last_request_has_ended(sink):
     assert worker.cached_tokens(TOKENS) == 0
 
 
-def test_a_pause_that_keeps_freezes_requests_and_their_blocks_serve_on(sink):
+def test_a_pause_in_keep_mode_freezes_requests_and_keeps_their_blocks(sink):
     worker = worker_over(sink)
     request = worker.prefill(TOKENS)
     worker.pause("keep", clear_cache=False)
@@ -109,7 +109,7 @@ def test_a_pause_that_keeps_freezes_requests_and_their_blocks_serve_on(sink):
     assert (request.status, kinds(sink)) == ("running", [])
 
 
-def test_an_engine_in_time_publishes_the_cleared_with_its_next_pass(sink):
+def test_an_engine_publishes_the_cleared_of_a_reset_with_its_next_pass(sink):
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=12, block_size=SIZE), backend="vllm", sink=sink)
     engine.submit(TOKENS, 1)
     engine.run()
@@ -121,12 +121,12 @@ def test_an_engine_in_time_publishes_the_cleared_with_its_next_pass(sink):
     assert kinds(sink) == ["cleared", "stored"]
 
 
-def test_an_unknown_mode_is_refused(sink):
+def test_an_unknown_pause_mode_is_refused(sink):
     with pytest.raises(ValueError, match="unknown mode of a pause 'halt'"):
         worker_over(sink).pause("halt")
 
 
-def test_a_harness_compares_nothing_between_a_reset_and_its_cleared():
+def test_a_harness_does_not_compare_between_a_reset_and_its_cleared():
     with RouterHarness(EngineProfile(block_size=SIZE, num_blocks=12), "vllm") as harness:
         worker = harness.worker(0)
         worker.serve(TOKENS)

@@ -1,4 +1,4 @@
-"""What a worker asks of a driver before it admits a prompt: once, and as a scheduler would be answered."""
+"""The plan that a worker requests from a driver before it admits a prompt: once, with the answers for a scheduler."""
 
 import sys
 from itertools import pairwise
@@ -20,7 +20,7 @@ def worker_of(backend, num_blocks=64):
 
 @each_parameter
 @pytest.mark.parametrize("backend", sorted(BACKENDS))
-def test_a_plan_is_what_need_room_and_lookup_answer(backend):
+def test_a_plan_combines_the_answers_of_need_room_and_lookup(backend):
     worker, size = worker_of(backend, 1024)
     worker.serve(Prompt(range(3 * size)))
     with worker.prefill(Prompt(range(2 * size))):
@@ -40,7 +40,7 @@ def test_a_plan_is_what_need_room_and_lookup_answer(backend):
         ("trtllm", V1Manager, "look"),
     ],
 )
-def test_a_prompt_is_looked_up_once(monkeypatch, backend, manager, looks):
+def test_a_served_prompt_is_looked_up_only_once(monkeypatch, backend, manager, looks):
     worker, size = worker_of(backend)
     looked, original = [], getattr(manager, looks)
     monkeypatch.setattr(manager, looks, lambda *given: looked.append(given) or original(*given))
@@ -51,7 +51,7 @@ def test_a_prompt_is_looked_up_once(monkeypatch, backend, manager, looks):
     assert len(looked) == 3
 
 
-def test_keys_of_a_request_are_made_once():
+def test_the_block_keys_of_a_request_are_created_only_once():
     worker, size = worker_of("trtllm")
     request = worker.manager.new_request(range(3 * size))
     keys = request.block_keys(3 * size - 1, partial=True)
@@ -67,8 +67,8 @@ def test_keys_of_a_request_are_made_once():
 
 @each_parameter
 @pytest.mark.parametrize(("backend", "most_calls", "most_changes"), [("lineage", 165, 95), ("trtllm", 400, 165)])
-def test_the_way_of_a_prompt_is_short(backend, most_calls, most_changes):
-    """Calls and changes of file from `serve` to the verdict of its event; a change that needs more says why."""
+def test_serving_a_prompt_stays_within_its_limit_of_function_calls(backend, most_calls, most_changes):
+    """Count calls and changes of file from `serve` to the verdict of its event; justify a change that needs more."""
     worker = RouterHarness(backend=backend, index=None).worker(0)
     worker.serve(Prompt(range(64)))
     files = []

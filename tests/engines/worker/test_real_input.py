@@ -1,4 +1,4 @@
-"""Whole request traces through a worker, beside what was recorded of Dynamo with the same traces."""
+"""Whole request traces through a worker, compared with recordings of Dynamo with the same traces."""
 
 import gzip
 import json
@@ -17,8 +17,8 @@ from pytest_kvmock.fleets import MOONCAKE_BLOCK_SIZE, read_mooncake
 BUDGET = 8192  # tokens that Dynamo's mock scheduler prefills in one pass
 
 # run_mocker_trace_replay of ai-dynamo-runtime 1.3.1 with MockEngineArgs(block_size=512, num_gpu_blocks=...),
-# trace_block_size=512 and replay_concurrency=1: reused_input_tokens of each request, in blocks. 1.2.1 reports no more
-# than the share of the whole trace.
+# trace_block_size=512 and replay_concurrency=1: reused_input_tokens of each request, in blocks. 1.2.1 reports only
+# the share of the whole trace.
 RECORDED = Path(__file__).parents[2] / "data" / "dynamo_reused_blocks.json.gz"
 HEAD = 1_000  # requests
 RUNS = (("conversation", 2_000), ("conversation", 32_000), ("synthetic", 32_000))
@@ -33,7 +33,7 @@ def new_worker(backend, num_blocks, *, chunk=None, sink=None):
 
 @pytest.fixture(scope="module")
 def read_trace(traces_dir):
-    """The requests of a trace, or so many of them, read once for all runs."""
+    """Return a function that reads all or the first requests of a trace once for all runs."""
     return cache(lambda name, most=None: list(islice(read_mooncake(traces_dir / f"mooncake_{name}_trace.jsonl"), most)))
 
 
@@ -44,9 +44,10 @@ def recorded():
 
 
 def reused_blocks(requests, num_blocks):
-    """Of each request. Prompts of num_tokens, in chunks of the budget, with a partial block at the end that the output
+    """Return the reused blocks of each request.
 
-    fills up: it is published, and cached, as blocks of a real engine are.
+    Prompts of num_tokens, in chunks of the budget, with a partial block at the end that the output
+    fills: it is published and cached like the blocks of a real engine.
     """
     worker = new_worker("lineage", num_blocks, chunk=BUDGET)
     served = (worker.serve(request.prompt(), request.output_length) for request in requests)
@@ -54,7 +55,7 @@ def reused_blocks(requests, num_blocks):
 
 
 @pytest.mark.parametrize(("trace", "num_blocks"), RUNS)
-def test_at_the_head_of_a_trace_lineage_reuses_the_blocks_that_dynamo_reuses(read_trace, recorded, trace, num_blocks):
+def test_lineage_reuses_the_blocks_that_dynamo_reuses_at_the_head_of_a_trace(read_trace, recorded, trace, num_blocks):
     run = recorded[f"mooncake_{trace}_trace.jsonl", num_blocks]
     assert run["reused_blocks"][:HEAD] == reused_blocks(read_trace(trace, HEAD), num_blocks)
 
@@ -75,7 +76,7 @@ def test_every_recorded_run_is_played(recorded):
 
 
 class StoredAndRemoved:
-    """Keeps each Stored that is followed at once by a Removed of some of its blocks: one Use evicted and stored
+    """Record each Stored immediately followed by a Removed of some of its blocks: one Use evicted and stored
     them.
     """
 
@@ -92,10 +93,10 @@ class StoredAndRemoved:
 
 
 # As the real manager was recorded (tests/engines/dynamo/test_recordings.py has the digest of its whole stream): every
-# id of the trace is a whole block, one request at a time. docs/fidelity.md, "Holes under multi_lru", says how it comes
-# to this.
+# id of the trace is a whole block, one request at a time. docs/fidelity.md, "Holes under multi_lru", explains
+# the reason.
 @pytest.mark.parametrize("most", [2_500, pytest.param(None, marks=whole_trace)])
-def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(read_trace, most):
+def test_multi_lru_evicts_descendants_of_a_block_and_stores_them_again(read_trace, most):
     captured = StoredAndRemoved()
     worker = new_worker("multi_lru", 32_000, sink=captured)
     cases = []
@@ -107,13 +108,13 @@ def test_multi_lru_evicts_descendants_for_their_ancestors_and_stores_them_again(
     assert (number, len(chain)) == (2408, 131)
     assert (len(stored.block_hashes), len(removed.block_hashes), len(again)) == (99, 99, 24)
     assert {57, 58, 63, 64, 95} < {chain.index(block) for block in again}
-    # And it hangs the blocks that it stores below a later one of their own chain: the last that was still cached.
+    # And it stores the blocks with a later block of their own chain as parent: the last that was still cached.
     assert (chain.index(stored.block_hashes[0]), chain.index(stored.parent_hash)) == (1, 54)
 
 
 @pytest.fixture(scope="module")
 def prompts(read_trace):
-    """One for each request of a trace, hashed once for all runs: each id is a whole block, one token stands after."""
+    """Return a prompt for each request of a trace, hashed once for all runs: whole blocks, then one token."""
 
     def read(name):
         each = (request.hash_ids for request in read_trace(name))
@@ -126,7 +127,7 @@ def prompts(read_trace):
 @whole_trace
 @pytest.mark.parametrize("run", range(4))
 @pytest.mark.parametrize(("backend", "version"), [("vllm", "0.33.0"), ("vllm_0_19", "0.19.1")])
-def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(prompts, recording, backend, version, run):
+def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_recorded_engine(prompts, recording, backend, version, run):
     recorded = recording(f"vllm_{version}_mooncake.json")[run]
     captured = Totals()
     worker = new_worker(backend, recorded["usable_blocks"], sink=captured)
@@ -157,7 +158,7 @@ def test_vllm_hits_stores_and_removes_as_many_blocks_as_the_real_one(prompts, re
 
 
 class Totals:
-    """Counts blocks; vLLM says each removed one by itself."""
+    """Count blocks; vLLM removes each with its own event."""
 
     def __init__(self):
         self.stored = self.removed = 0

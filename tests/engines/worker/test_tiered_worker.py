@@ -1,4 +1,4 @@
-"""A worker with host memory below its device: its time, what it waits for, what comes back."""
+"""A worker with host memory below its device: its time, its waits and its onboarding."""
 
 import math
 from functools import partial
@@ -22,7 +22,7 @@ HOST = StorageTier.HOST_PINNED
 
 
 def worker_of(num_blocks=8, backend="lineage", *, host=64, gbps=1.0, bytes_per_token=250_000, **options):
-    """A worker whose blocks take a millisecond each, alone on the link."""
+    """Return a worker whose blocks take a millisecond each, alone on the link."""
     tiers = {"host": host, "gbps": gbps, "bytes_per_token": bytes_per_token}
     make = partial(create_manager, backend, num_blocks=num_blocks, block_size=SIZE, tiers=tiers)
     return KvWorker(lambda sink: make(sink=sink), sink=CapturingSink(), rng=Random(1), **options)
@@ -42,7 +42,7 @@ def sink_of(worker):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
-def test_evicted_blocks_come_back_from_the_host(backend):
+def test_evicted_blocks_are_loaded_back_from_the_host(backend):
     worker = worker_of(backend=backend)
     assert serve(worker, A) == (0, 0)
     assert worker.now == 0.0
@@ -54,10 +54,10 @@ def test_evicted_blocks_come_back_from_the_host(backend):
     assert worker.cached_tokens(A) == 24
 
 
-def test_a_prefix_that_the_device_still_has_stays_there_while_the_rest_comes():
+def test_only_the_part_of_a_prefix_that_the_device_lacks_is_swapped_in():
     worker = worker_of()
     serve(worker, A)
-    serve(worker, B[:12])  # one block of A's goes
+    serve(worker, B[:12])  # one block of A is evicted
     worker.tick(10.0)
     held = worker.cached_tokens(A)
     assert 0 < held < 24
@@ -65,7 +65,7 @@ def test_a_prefix_that_the_device_still_has_stays_there_while_the_rest_comes():
     assert (24, 24 - held) == serve(worker, A)
 
 
-def test_a_prompt_is_admitted_as_without_tiers_while_nothing_is_evicted():
+def test_without_evictions_a_worker_with_tiers_equals_one_without():
     tiered, plain = worker_of(), plain_worker()
     for prompt in (A, A[:12], [*A[:16], 1, 2]):
         assert plain.serve(prompt) == tiered.serve(prompt)
@@ -73,7 +73,7 @@ def test_a_prompt_is_admitted_as_without_tiers_while_nothing_is_evicted():
     assert tiered.now == 0.0
 
 
-def test_prefill_without_waiting_raises_and_names_the_deadline():
+def test_prefill_without_waiting_raises_with_the_deadline():
     worker = worker_of()
     serve(worker, A)
     with pytest.raises(WouldWait) as error:
@@ -89,7 +89,7 @@ def test_prefill_without_waiting_raises_and_names_the_deadline():
         assert len(request) == 24
 
 
-def test_a_swap_in_without_a_waiting_request_continues_and_is_cached_at_a_tick():
+def test_a_swap_in_without_a_waiting_request_continues_and_completes_at_a_tick():
     worker = worker_of()
     serve(worker, A)
     serve(worker, B)
@@ -114,7 +114,7 @@ def test_a_swap_in_without_a_waiting_request_continues_and_is_cached_at_a_tick()
 
 
 def parked_worker():
-    """A worker of 4 blocks, all of A[:16]: two stay pinned while the two others are on their way back; and the
+    """A worker of 4 blocks, all of A[:16]: two stay pinned while the two others are onboarded; and the
     deadline.
     """
     worker = worker_of(4)
@@ -130,25 +130,25 @@ def parked_worker():
     return worker, deadline
 
 
-def test_blocks_that_are_pinned_for_a_swap_in_belong_to_no_request():
+def test_blocks_pinned_for_a_swap_in_do_not_belong_to_a_request():
     worker, deadline = parked_worker()
     with pytest.raises(WouldWait) as error:
         worker.prefill(A[:16], wait=False)
     assert deadline == error.value.deadline
     assert serve(worker, A[:16]) == (16, 8)
     worker, deadline = parked_worker()
-    assert serve(worker, C[:16]) == (0, 0)  # it waits for them, and for their way to the host
+    assert serve(worker, C[:16]) == (0, 0)  # it waits for them, and for their copy to the host
     assert deadline < worker.now
 
 
-def test_no_request_waits_for_time_that_only_the_manager_has_passed():
+def test_a_request_does_not_wait_for_time_that_the_manager_has_already_passed():
     worker, deadline = parked_worker()
     worker.manager.tick(deadline)
     assert serve(worker, A[:16]) == (16, 8)
     assert worker.manager.num_outside == 0
 
 
-def test_the_worker_s_time_is_never_before_the_manager_s():
+def test_the_time_of_a_worker_is_never_before_that_of_its_manager():
     worker = worker_of()
     worker.manager.tick(50.0)
     assert worker.now == 50.0
@@ -167,14 +167,14 @@ def test_the_worker_s_time_is_never_before_the_manager_s():
     assert worker.now == 108.0
 
 
-def test_no_request_waits_for_blocks_of_a_cleared_manager():
+def test_a_request_does_not_wait_for_swap_ins_of_a_cleared_manager():
     worker, _ = parked_worker()
     assert worker.manager.clear()
     assert serve(worker, A[:16]) == (0, 0)
     assert worker.cached_tokens(A) == 16
 
 
-def test_slots_that_another_waits_for_are_not_lost():
+def test_slots_held_by_a_completed_swap_in_are_not_reported_as_lost():
     worker = worker_of(4)
     serve(worker, A[:16])
     serve(worker, B[:16])
@@ -189,7 +189,7 @@ def test_slots_that_another_waits_for_are_not_lost():
     assert serve(worker, C[:12]) == (0, 0)
 
 
-def test_what_came_back_for_another_request_is_cached_for_this_one():
+def test_blocks_swapped_in_for_another_request_are_hit_on_the_device():
     worker = worker_of()
     serve(worker, A)
     serve(worker, B)
@@ -202,7 +202,7 @@ def test_what_came_back_for_another_request_is_cached_for_this_one():
     assert serve(worker, A) == (24, 16)
 
 
-def test_decode_waits_for_a_block():
+def test_decode_waits_for_a_free_block():
     worker = worker_of(4)
     serve(worker, A[:16])
     request = worker.prefill(B[:8])
@@ -212,7 +212,7 @@ def test_decode_waits_for_a_block():
     assert (len(request), len(request.blocks), worker.manager.num_active_block_refs) == (16, 4, 4)
 
 
-def test_decode_that_does_not_fit_generates_nothing():
+def test_a_decode_that_does_not_fit_generates_no_token():
     worker = worker_of(4)
     request = worker.prefill(B[:16])
     with pytest.raises(OutOfBlocks) as error:
@@ -220,7 +220,7 @@ def test_decode_that_does_not_fit_generates_nothing():
     assert (error.value.requested, error.value.available, len(request)) == (1, 0, 16)
 
 
-def test_what_does_not_fit_at_all_is_refused_before_anything_is_evicted():
+def test_a_request_larger_than_the_free_capacity_is_refused_without_evictions():
     worker = worker_of(8)
     serve(worker, A)
     request = worker.prefill(A[:8])
@@ -232,7 +232,7 @@ def test_what_does_not_fit_at_all_is_refused_before_anything_is_evicted():
     request.finish()
 
 
-def test_a_preempted_request_waits_for_room_too_and_is_not_swapped_in():
+def test_a_preempted_request_waits_for_room_and_is_not_swapped_in():
     worker = worker_of()
     request = worker.prefill(A)
     request.preempt()
@@ -242,7 +242,7 @@ def test_a_preempted_request_waits_for_room_too_and_is_not_swapped_in():
     request.finish()
 
 
-def test_chunks_wait_one_by_one():
+def test_each_chunk_of_a_prefill_waits_for_its_own_room():
     worker = worker_of(chunk=8)
     serve(worker, A)
     assert serve(worker, B) == (0, 0)
@@ -250,7 +250,7 @@ def test_chunks_wait_one_by_one():
 
 
 def lost_worker():
-    """A worker whose host is smaller than one batch: the fixture's settings would refuse that."""
+    """Return a worker whose host is smaller than one batch; the fixture's settings would refuse this."""
 
     def make(sink):
         host = HostOffload(1, block_bytes=1_000_000)
@@ -262,7 +262,7 @@ def lost_worker():
 
 
 @pytest.mark.parametrize("wait", [True, False])
-def test_a_deadline_that_never_comes_raises_at_once(wait):
+def test_lost_slots_raise_at_once_instead_of_waiting_forever(wait):
     worker = lost_worker()
     serve(worker, A)
     with pytest.raises(SlotsLost, match=r"^6 blocks of the device are quarantined for ever: the host could not hold"):
@@ -270,18 +270,18 @@ def test_a_deadline_that_never_comes_raises_at_once(wait):
     assert (worker.requests, worker.manager.num_active_block_refs) == ([], 0)
 
 
-def test_tokens_generated_before_slots_run_out_stay():
+def test_tokens_generated_before_slots_run_out_are_kept():
     worker = lost_worker()
     serve(worker, A)
     with pytest.raises(SlotsLost):
         worker.prefill(B)
-    request = worker.prefill(B[:6])  # in the two slots that are left
+    request = worker.prefill(B[:6])  # in the two remaining slots
     with pytest.raises(SlotsLost):
         request.decode([7] * 6)
     assert (len(request), len(request.blocks), request.status) == (8, 2, "running")
 
 
-def test_a_request_that_misses_lost_slots_stays_preempted():
+def test_a_request_that_cannot_resume_for_lost_slots_stays_preempted():
     worker = lost_worker()
     request = worker.prefill(A)
     request.preempt()
@@ -293,7 +293,7 @@ def test_a_request_that_misses_lost_slots_stays_preempted():
     request.finish()
 
 
-def test_slots_that_are_lost_to_a_swap_in_s_pins_raise_by_name():
+def test_the_error_for_slots_lost_to_the_pins_of_a_swap_in_names_that_cause():
     worker = worker_of(6, host=1)
     serve(worker, A[:4])
     serve(worker, B)
@@ -307,7 +307,7 @@ def test_slots_that_are_lost_to_a_swap_in_s_pins_raise_by_name():
     assert (worker.manager.num_active_blocks, worker.manager.num_outside) == (6, 6)
 
 
-def test_clear_with_transfers_under_way_empties_both_tiers():
+def test_clear_during_transfers_empties_both_tiers():
     worker = worker_of()
     serve(worker, A)
     with pytest.raises(WouldWait):
@@ -318,7 +318,7 @@ def test_clear_with_transfers_under_way_empties_both_tiers():
     assert serve(worker, A) == (0, 0)
 
 
-def test_a_restart_loses_transfers_under_way_and_time_continues():
+def test_a_restart_drops_active_transfers_and_does_not_reset_time():
     worker = worker_of()
     serve(worker, A)
     serve(worker, B)
@@ -335,7 +335,7 @@ def test_serve_counts_blocks_stored_on_the_device():
     assert len(worker.serve(B).stored_blocks) == 6
 
 
-def test_time_passes_forwards_only():
+def test_time_cannot_go_backwards():
     worker = worker_of()
     worker.tick(2)
     with pytest.raises(ValueError) as error:
@@ -352,7 +352,7 @@ def test_an_invalid_time_is_refused(now):
     assert str(error.value) == f"a time must be a finite number of at least 0 (ms), got {now!r}"
 
 
-def test_any_finite_time_can_be_ticked_to():
+def test_a_worker_can_tick_to_any_finite_time():
     worker = worker_of()
     serve(worker, A)
     serve(worker, B)
@@ -360,7 +360,7 @@ def test_any_finite_time_can_be_ticked_to():
     assert (worker.now, worker.manager.offload.now) == (1.7e308, 1.7e308)
 
 
-def test_a_worker_without_tiers_has_no_time_and_nothing_on_the_host():
+def test_a_worker_without_tiers_refuses_ticks_and_has_no_host_blocks():
     worker = plain_worker()
     with pytest.raises(ValueError) as error:
         worker.tick(1.0)
@@ -388,7 +388,7 @@ STEPS = st.lists(
 
 @pytest.mark.parametrize("backend", ["lineage", "lru", "multi_lru"])
 @given(STEPS, st.integers(6, 12), st.integers(1, 40))
-def test_random_requests_lose_no_slot_and_no_block(backend, steps, num_blocks, host):
+def test_random_requests_conserve_slots_and_blocks(backend, steps, num_blocks, host):
     worker = worker_of(num_blocks, backend, host=host)
     manager, sink = worker.manager, sink_of(worker)
     held = {StorageTier.DEVICE: set(), HOST: set()}
@@ -403,7 +403,7 @@ def test_random_requests_lose_no_slot_and_no_block(backend, steps, num_blocks, h
                 request.finish() if what == "finish" else request.decode(which)
         except OutOfBlocks:
             pass
-        except SlotsLost:  # to pins: the batch fits the host
+        except SlotsLost:  # because of pins: the batch fits the host
             assert manager.offload.lost_to_pins
             return
         for event in sink.router_events:

@@ -1,6 +1,4 @@
-"""Tokens that a request generates in one go are as many that it generates one by one, whatever other requests do in
-between.
-"""
+"""Tokens that a request generates at once have the effect of the same tokens one by one, whatever other requests do."""
 
 from random import Random
 
@@ -13,12 +11,12 @@ from pytest_kvmock.engines import RequestError
 
 
 class Twin:
-    """A worker whose requests generate in one go, or one by one.
+    """A worker whose requests generate tokens at once, or one by one.
 
     Args:
-        backend: its backend.
-        seed: of its sizes; two of one seed are alike.
-        at_once: whether they do it in one go.
+        backend: the worker's backend.
+        seed: the seed of its sizes; equal seeds give equal workers.
+        at_once: whether its requests generate tokens at once.
     """
 
     def __init__(self, backend, seed, *, at_once):
@@ -34,14 +32,14 @@ class Twin:
         self.requests = []
 
     def hear(self, event):
-        """Note an event; Removed block by block, as TensorRT-LLM's are as many as there are iterations, of which
-        each operation is one.
+        """Record an event; a Removed block by block, because TensorRT-LLM sends one per iteration, and each
+        operation is an iteration.
         """
         data = event.data
         self.events += [Removed((each,)) for each in data.block_hashes] if isinstance(data, Removed) else [data]
 
     def do(self, what, *rest):
-        """Do a step of a program; returns what came of it."""
+        """Do a step of a program; returns its result."""
         try:
             if what == "prefill":
                 self.requests.append(self.worker.prefill(*rest))
@@ -57,14 +55,14 @@ class Twin:
 
     @property
     def state(self):
-        """What is cached, in the order of eviction, and what requests have."""
+        """Return the cached blocks in eviction order, and the blocks of requests."""
         manager = self.worker.manager
         held = [(each.status, len(each), each.blocks) for each in self.requests]
         return sorted(manager.resident()), manager.inactive_blocks(), manager.active_blocks, held
 
 
 def program(backend, seed, size):
-    """Steps of several requests in turn, of which each generates up to some blocks at once."""
+    """Return alternating steps of several requests; each request generates up to several blocks at once."""
     rng, prefixes = Random(f"program {backend} {seed}"), [[token, *range(100, 100 + 4 * size)] for token in range(2)]
     yield "prefill", Prompt(prefixes[0][:size])
     for _ in range(30):
@@ -79,12 +77,12 @@ def program(backend, seed, size):
 
 @pytest.mark.parametrize("backend", EACH)
 @pytest.mark.parametrize("seed", seeds(12))
-def test_tokens_in_one_go_are_as_many_one_by_one(backend, seed):
+def test_decoding_tokens_in_one_go_equals_decoding_them_one_by_one(backend, seed):
     at_once, one_by_one = (Twin(backend, seed, at_once=each) for each in (True, False))
     for step in program(backend, seed, at_once.size):
         outcome = at_once.do(*step)
         if step[0] == "decode" and outcome is OutOfBlocks:
-            continue  # in one go none of them is generated, one by one those that fit
+            continue  # at once none of them is generated, one by one those that fit
         assert outcome == one_by_one.do(*step)
         assert at_once.state == one_by_one.state
         assert at_once.events == one_by_one.events

@@ -1,4 +1,4 @@
-"""A worker turns requests into what a real engine would say."""
+"""A worker turns requests into the events of a real engine."""
 
 from random import Random
 
@@ -22,12 +22,12 @@ from pytest_kvmock.engines.worker import Served
 
 
 def prompt(*numbers):
-    """A prompt of one block of four equal tokens for each number."""
+    """Return a prompt of one block of four equal tokens for each number."""
     return Prompt([number for number in numbers for _ in range(4)])
 
 
 def chain(tokens, block_size=4):
-    """Sequence hashes of the whole blocks of these tokens."""
+    """Return the sequence hashes of the whole blocks of these tokens."""
     return sequence_hashes(block_hashes(list(tokens), block_size))
 
 
@@ -54,7 +54,7 @@ def test_token_ids_are_published_with_the_event(worker):
     assert [tuple(ids) for ids in event.token_ids] == [(0, 1, 2, 3), (4, 5, 6, 7)]
 
 
-def test_tokens_are_taken_where_prompts_are(worker):
+def test_every_call_that_takes_a_prompt_accepts_tokens(worker):
     worker.serve([7] * 8)
     assert (
         worker.cached_tokens([7] * 8),
@@ -71,7 +71,7 @@ def test_a_second_prefill_reuses_cached_blocks_and_stores_the_rest_after_them(wo
     assert [(None, [a, b]), (b, [c])] == stored_of(worker.captured.events)
 
 
-def test_a_fully_cached_prompt_of_whole_blocks_costs_and_publishes_nothing(worker):
+def test_a_fully_cached_prompt_of_whole_blocks_stores_and_publishes_nothing(worker):
     worker.serve(prompt(1, 2))
     served = worker.serve(prompt(1, 2))
     assert Served(8, ()) == served
@@ -123,7 +123,7 @@ def test_a_prompt_of_hashes_is_served_without_token_ids(worker, stored_of):
     assert worker.cached_tokens(Prompt(hashes=[11, 12, 13])) == 8
 
 
-def test_a_prompt_of_hashes_that_fits_no_block_size_of_the_worker_is_refused(worker, state_of):
+def test_a_prompt_of_hashes_that_does_not_match_the_block_size_is_refused(worker, state_of):
     before = state_of(worker)
     with pytest.raises(ValueError, match="does not fit block_size=4"):
         worker.prefill(Prompt(hashes=[1, 2], num_tokens=1024))
@@ -134,13 +134,13 @@ def test_a_prompt_of_hashes_that_fits_no_block_size_of_the_worker_is_refused(wor
 
 
 def in_chunks(worker, *stored):
-    """What is stored; in one, where the engine takes no chunks."""
+    """Return the Stored events of a chunked prefill; it is a single one if the engine takes no chunks."""
     if worker.traits.chunks:
         return list(stored)
     return [(stored[0][0], [block for _, blocks in stored for block in blocks])]
 
 
-def test_a_chunked_prefill_stores_chunk_by_chunk_each_after_the_one_before(make_worker, stored_of):
+def test_a_chunked_prefill_stores_each_chunk_after_the_previous_one(make_worker, stored_of):
     worker = make_worker(num_blocks=8, block_size=64, chunk=256)
     tokens = list(range(512))
     request = worker.prefill(tokens)
@@ -156,7 +156,7 @@ def test_a_chunk_that_ends_inside_a_block_takes_the_whole_block(make_worker, sto
     assert [(None, [first, second])] == stored_of(worker.captured.events)
 
 
-def test_a_chunk_below_a_block_stores_no_block_twice(make_worker, stored_of):
+def test_chunks_smaller_than_a_block_store_each_block_once(make_worker, stored_of):
     worker = make_worker(chunk=1)
     request = worker.prefill(range(9))
     first, second = chain(range(8))
@@ -194,7 +194,7 @@ def test_a_prompt_of_whole_blocks_opens_a_block_with_its_first_token_and_stores_
     assert len(worker.captured.events) == 1
 
 
-def test_decoding_over_two_borders_stores_two_blocks_each_after_the_one_before(worker, stored_of):
+def test_decoding_across_two_block_boundaries_stores_two_chained_blocks(worker, stored_of):
     with worker.prefill(range(3)) as request:
         request.decode(range(3, 9))
     first, second = chain(range(8))
@@ -208,7 +208,7 @@ def test_decoded_tokens_are_a_prefix_for_the_next_turn(worker):
     assert worker.cached_tokens(range(20)) == 12
 
 
-def test_a_count_decodes_that_many_tokens_and_tokens_decode_themselves(worker):
+def test_decode_takes_a_count_of_tokens_or_the_tokens_themselves(worker):
     with worker.prefill(range(3)) as request:
         request.decode(5)
         request.decode([1, 2])
@@ -238,7 +238,7 @@ def test_a_prompt_of_hashes_decodes_blocks_that_no_request_can_share(make_worker
         (Prompt(hashes=[1]), ValueError, "decode takes tokens"),
     ],
 )
-def test_wrong_tokens_are_refused_and_none_is_decoded(worker, state_of, tokens, error, message):
+def test_invalid_tokens_are_refused_and_no_token_is_decoded(worker, state_of, tokens, error, message):
     request = worker.prefill(range(3))
     before = state_of(worker)
     with pytest.raises(error, match=message):
@@ -264,14 +264,14 @@ def test_a_prefill_that_does_not_fit_changes_nothing(worker, state_of):
     )
 
 
-def test_a_prefill_that_just_fits_is_admitted(worker):
+def test_a_prefill_that_exactly_fits_is_admitted(worker):
     worker.serve(prompt(9))
     worker.prefill(prompt(1, 2, 3, 4, 5))
     worker.prefill(prompt(1, 2, 6, 7, 8))
     assert (worker.manager.num_active_blocks, worker.manager.num_inactive_blocks) == (8, 0)
 
 
-def test_a_chunked_prefill_that_does_not_fit_changes_nothing_either(make_worker, state_of):
+def test_a_chunked_prefill_that_does_not_fit_changes_nothing(make_worker, state_of):
     worker = make_worker(num_blocks=4, chunk=4)
     before = state_of(worker)
     with pytest.raises(OutOfBlocks) as raised:
@@ -280,7 +280,7 @@ def test_a_chunked_prefill_that_does_not_fit_changes_nothing_either(make_worker,
     assert (raised.value.requested, raised.value.available) == (5, 4)
 
 
-def test_cached_blocks_that_no_request_holds_need_room_too(make_worker, state_of):
+def test_hits_on_inactive_blocks_count_as_needed_blocks(make_worker, state_of):
     worker = make_worker(num_blocks=3)
     worker.serve(prompt(1, 2))
     worker.prefill(prompt(3))
@@ -296,7 +296,7 @@ def test_a_decode_that_does_not_fit_generates_no_token(make_worker, state_of):
     request = worker.prefill(range(6))
     before = state_of(worker)
     with pytest.raises(OutOfBlocks) as raised:
-        request.decode(11)  # its block has room for two; then three more blocks are opened
+        request.decode(11)  # its block has room for two; then three more blocks are allocated
     assert before == state_of(worker)
     assert len(request) == 6
     assert (raised.value.requested, raised.value.available) == (3, 1)
@@ -306,7 +306,7 @@ def test_a_decode_that_does_not_fit_generates_no_token(make_worker, state_of):
         request.decode()
 
 
-def test_what_is_needed_does_not_depend_on_how_soon_it_fails(make_worker):
+def test_a_failed_decode_reports_the_blocks_needed_for_all_its_tokens(make_worker):
     worker = make_worker(num_blocks=2)
     request = worker.prefill(range(4))
     with pytest.raises(OutOfBlocks) as raised:
@@ -314,7 +314,7 @@ def test_what_is_needed_does_not_depend_on_how_soon_it_fails(make_worker):
     assert (raised.value.requested, raised.value.available) == (10, 1)
 
 
-def test_a_resume_that_does_not_fit_leaves_it_preempted(make_worker, state_of):
+def test_a_request_whose_resume_does_not_fit_stays_preempted(make_worker, state_of):
     worker = make_worker(num_blocks=4)
     request = worker.prefill(range(10))
     request.preempt()
@@ -330,7 +330,7 @@ def test_a_resume_that_does_not_fit_leaves_it_preempted(make_worker, state_of):
     assert request.status == "running"
 
 
-def test_serve_lets_the_prompt_go_when_its_output_does_not_fit(make_worker):
+def test_serve_frees_the_prompt_when_its_output_does_not_fit(make_worker):
     worker = make_worker(num_blocks=2)
     with pytest.raises(OutOfBlocks):
         worker.serve(range(8), output_tokens=1)
@@ -339,11 +339,11 @@ def test_serve_lets_the_prompt_go_when_its_output_does_not_fit(make_worker):
     assert Served(4, ()) == worker.serve(range(4))
 
 
-def test_a_block_that_fills_up_as_one_that_another_request_holds_gives_its_slot_back(make_worker):
+def test_a_full_block_equal_to_one_in_use_frees_its_slot(make_worker):
     worker = make_worker(num_blocks=3)
     worker.prefill(range(4))
     second = worker.prefill(range(3))
-    second.decode([3, 9, 9, 9, 9])  # its first block becomes the one that is held: one slot back, one for the next
+    second.decode([3, 9, 9, 9, 9])  # its first block becomes the held one: one slot is freed, and the next takes one
     assert worker.manager.active_blocks[chain(range(4))[0]] == 2
     assert worker.manager.num_active_blocks == 2
     with pytest.raises(OutOfBlocks) as raised:
@@ -351,7 +351,7 @@ def test_a_block_that_fills_up_as_one_that_another_request_holds_gives_its_slot_
     assert (raised.value.requested, raised.value.available) == (2, 1)
 
 
-def test_a_full_worker_decodes_into_a_block_that_another_request_holds(make_worker):
+def test_a_full_worker_can_decode_into_a_block_that_another_request_holds(make_worker):
     worker = make_worker(num_blocks=2)
     worker.prefill(range(4))
     second = worker.prefill(range(3))
@@ -361,18 +361,18 @@ def test_a_full_worker_decodes_into_a_block_that_another_request_holds(make_work
     assert len(worker.captured.events) == 1
 
 
-def test_a_slot_given_back_is_counted_only_from_then_on(make_worker, state_of):
+def test_a_slot_is_not_counted_as_free_before_its_block_equals_another(make_worker, state_of):
     worker = make_worker(num_blocks=2)
     worker.prefill(range(4))
     second = worker.prefill(range(3))
     before = state_of(worker)
     with pytest.raises(OutOfBlocks) as raised:
-        second.decode([4, 9])  # another block: nothing is given back
+        second.decode([4, 9])  # another block: no slot is freed
     assert (raised.value.requested, raised.value.available) == (1, 0)
     assert before == state_of(worker)
 
 
-def test_a_block_that_fills_up_as_a_cached_one_gives_its_slot_back_and_takes_that_one(make_worker):
+def test_a_full_block_equal_to_a_cached_one_frees_its_slot_and_activates_that_block(make_worker):
     worker = make_worker(num_blocks=2)
     worker.serve(range(4))
     request = worker.prefill(range(3))
@@ -385,7 +385,7 @@ def test_a_block_that_fills_up_as_a_cached_one_gives_its_slot_back_and_takes_tha
 # --------------------------------------------------------------------------------------------------- one request
 
 
-def test_a_request_finishes_when_its_with_block_is_left(worker):
+def test_a_request_finishes_when_its_with_block_ends(worker):
     with worker.prefill(range(6)) as request:
         assert request.status == "running"
         assert [request] == worker.requests
@@ -401,20 +401,20 @@ def test_a_request_finishes_when_its_with_block_raises(worker):
     assert worker.manager.num_active_blocks == 0
 
 
-def test_a_with_block_may_finish_its_request_itself(worker):
+def test_a_request_can_be_finished_inside_its_with_block(worker):
     with worker.prefill(range(6)) as request:
         request.finish()
     assert request.status == "finished"
 
 
-def test_a_with_block_may_leave_its_request_preempted(worker):
+def test_a_preempted_request_finishes_when_its_with_block_ends(worker):
     with worker.prefill(range(6)) as request:
         request.preempt()
     assert request.status == "finished"
     assert worker.requests == []
 
 
-def test_a_with_block_whose_worker_restarted_is_left_quietly(worker):
+def test_a_with_block_exits_without_error_after_a_restart_of_its_worker(worker):
     with worker.prefill(range(6)) as request:
         worker.restart()
     assert request.status == "lost"
@@ -435,7 +435,7 @@ def test_a_with_block_whose_worker_restarted_is_left_quietly(worker):
         ("restart", "resume", "resume on a request that is lost"),
     ],
 )
-def test_what_a_requests_state_does_not_allow_is_refused(worker, state_of, before, call, message):
+def test_calls_that_the_state_of_a_request_does_not_allow_are_refused(worker, state_of, before, call, message):
     request = worker.prefill(range(6))
     if before == "restart":
         worker.restart()
@@ -447,7 +447,7 @@ def test_what_a_requests_state_does_not_allow_is_refused(worker, state_of, befor
     assert then == state_of(worker)
 
 
-def test_blocks_are_a_copy(worker):
+def test_the_blocks_of_a_request_are_returned_as_a_copy(worker):
     request = worker.prefill(range(6))
     request.blocks.clear()
     assert len(request.blocks) == 2
@@ -474,7 +474,7 @@ def test_a_resumed_request_keeps_its_output_and_reuses_cached_blocks(worker, sto
     assert (9, blocks) == (len(request), request.blocks)
     request.resume()
     assert (9, blocks, "running") == (len(request), request.blocks, request.status)
-    assert request.cached_tokens == 6  # of the prompt, which has no more
+    assert request.cached_tokens == 6  # all tokens of the prompt
     assert len(worker.captured.events) == 2
     request.decode([9, 10, 11, 12])
     assert chain(range(12)) == request.blocks[:3]
@@ -502,7 +502,7 @@ def test_a_resumed_prefill_is_chunked_again(make_worker, stored_of):
     assert in_chunks(worker, (None, [first]), (first, [second])) * 2 == stored_of(worker.captured.events)
 
 
-def test_a_request_may_finish_while_it_is_preempted(worker):
+def test_a_request_can_finish_while_it_is_preempted(worker):
     request = worker.prefill(range(6))
     request.preempt()
     request.finish()
@@ -513,7 +513,7 @@ def test_a_request_may_finish_while_it_is_preempted(worker):
 # --------------------------------------------------------------------------------------------------------- serve
 
 
-def test_serve_answers_what_was_cached_and_what_became_so(worker):
+def test_serve_returns_the_cached_tokens_and_the_stored_blocks(worker):
     assert Served(0, tuple(chain(range(4)))) == worker.serve(range(6), output_tokens=2)
     served = worker.serve(range(6), output_tokens=3)
     assert served.cached_tokens == 4
@@ -521,7 +521,7 @@ def test_serve_answers_what_was_cached_and_what_became_so(worker):
     assert worker.requests == []
 
 
-def test_serve_does_not_count_what_others_store(worker):
+def test_serve_does_not_count_blocks_stored_by_other_requests(worker):
     worker.serve(range(4))
     assert worker.serve(range(4)).stored_blocks == ()
     worker.prefill(prompt(3))
@@ -531,13 +531,13 @@ def test_serve_does_not_count_what_others_store(worker):
 # -------------------------------------------------------------------------------------------------- cached_tokens
 
 
-def test_a_look_up_does_not_find_a_partial_block_of_a_request(make_worker):
+def test_a_lookup_does_not_find_the_partial_block_of_a_request(make_worker):
     worker = make_worker(seed=0)
     worker.prefill(range(3))
     assert worker.cached_tokens([9] * 3) == 0
 
 
-def test_a_look_touches_nothing(worker, state_of):
+def test_cached_tokens_does_not_change_the_cache(worker, state_of):
     for number in range(6):
         worker.serve(prompt(number))
     oldest = prompt(0)
@@ -547,7 +547,7 @@ def test_a_look_touches_nothing(worker, state_of):
     assert before == state_of(worker)
 
 
-def test_a_look_up_does_not_change_later_operations(make_worker):
+def test_a_lookup_does_not_change_later_operations(make_worker):
     def traffic(look):
         worker = make_worker(seed=3)
         worker.serve(range(6), output_tokens=7)
@@ -559,7 +559,7 @@ def test_a_look_up_does_not_change_later_operations(make_worker):
     assert traffic(look=False) == traffic(look=True)
 
 
-def test_a_look_up_finds_blocks_in_use(worker):
+def test_a_lookup_finds_blocks_in_use(worker):
     with worker.prefill(range(8)):
         assert worker.cached_tokens(range(9)) == 8
 
@@ -567,7 +567,7 @@ def test_a_look_up_finds_blocks_in_use(worker):
 # ------------------------------------------------------------------------------------------------ clear, restart
 
 
-def test_clear_drops_everything_and_publishes_a_cleared(worker):
+def test_clear_drops_all_blocks_and_publishes_a_cleared(worker):
     worker.serve(range(8))
     assert worker.clear()
     assert Cleared() == worker.captured.events[-1].data
@@ -585,20 +585,20 @@ def test_clear_does_nothing_while_a_request_is_open(worker, state_of):
     assert worker.clear()
 
 
-def test_clear_does_nothing_while_a_block_is_held_by_hand(worker):
+def test_clear_does_nothing_while_the_manager_holds_a_block(worker):
     worker.manager.use([1])
     assert not worker.clear()
     assert len(worker.captured.events) == 1
 
 
-def test_a_restarted_worker_is_empty_and_counts_from_0(worker):
+def test_a_restarted_worker_is_empty_and_its_event_ids_start_at_0(worker):
     worker.serve(range(8))
     request, before = worker.prefill(range(4)), worker.manager
     worker.restart()
     assert worker.manager is not before
     assert (worker.requests, request.status) == ([], "lost")
     assert worker.cached_tokens(range(8)) == 0
-    assert len(worker.captured.events) == 1  # a crash says nothing
+    assert len(worker.captured.events) == 1  # a crash publishes no event
     worker.serve(range(4))
     assert worker.captured.events[-1].event_id == 0
 
@@ -606,7 +606,7 @@ def test_a_restarted_worker_is_empty_and_counts_from_0(worker):
 # --------------------------------------------------------------------------------------------- no prefix caching
 
 
-def test_without_prefix_caching_nothing_is_published_or_found_again(make_worker):
+def test_without_prefix_caching_no_block_is_published_or_hit(make_worker):
     worker = make_worker(prefix_caching=False)
     for _ in range(3):
         assert Served(0, ()) == worker.serve(range(10), output_tokens=9)
@@ -640,7 +640,7 @@ def test_without_prefix_caching_a_resumed_request_finds_its_own_blocks(make_work
 # ------------------------------------------------------------------------------------------------------- the rest
 
 
-def test_the_repr_of_a_worker_names_it(make_worker, backend):
+def test_the_repr_of_a_worker_shows_its_id_and_backend(make_worker, backend):
     worker = make_worker(worker_id=3, dp_rank=1)
     assert repr(worker) == f"<KvWorker 3 rank 1 {backend}>"
     assert backend == worker.backend
@@ -671,12 +671,12 @@ def test_a_worker_without_a_listener_publishes_no_event(backend):
     assert Served(0, tuple(chain(range(4)))) == worker.serve(range(4))
 
 
-def test_events_name_the_device_tier(worker):
+def test_worker_events_have_the_device_tier(worker):
     worker.serve(range(4))
     assert [event.storage_tier for event in worker.captured.router_events] == [StorageTier.DEVICE]
 
 
-def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backend):
+def test_only_events_published_for_a_request_are_marked_as_chained(backend):
     from pytest_kvmock import create_manager
 
     marks = []
@@ -696,7 +696,7 @@ def test_events_are_marked_as_said_for_a_request_only_while_one_makes_them(backe
 
 
 @pytest.mark.parametrize("name", ["vllm", "vllm_0_19", "sglang", "mocker_sglang_1_6"])
-def test_what_a_manager_of_requests_stores_is_always_for_one(name):
+def test_a_manager_that_takes_requests_marks_every_stored_as_chained(name):
     spec, taken = BACKENDS[name], []
     worker = KvWorker(
         lambda sink: spec.make(num_blocks=4, block_size=4, dp_rank=0, sink=sink),
@@ -740,7 +740,7 @@ def test_a_listener_that_raises_does_not_stop_the_worker(backend, caplog):
         ("vllm", "sglang", r"^a RadixDriver drives a RadixCacheManager, got <BlockPoolManager vllm: "),
     ],
 )
-def test_a_worker_with_the_driver_of_another_engine_is_refused_when_it_is_made(backend, driver, message):
+def test_a_worker_with_the_driver_of_another_engine_is_refused_at_creation(backend, driver, message):
     with pytest.raises(ValueError, match=message):
         KvWorker(
             lambda sink: create_manager(backend, num_blocks=4, sink=sink),
@@ -748,7 +748,7 @@ def test_a_worker_with_the_driver_of_another_engine_is_refused_when_it_is_made(b
         )
 
 
-def test_a_driver_that_takes_no_steps_is_refused_over_a_manager_with_tiers():
+def test_a_driver_without_steps_is_refused_over_a_manager_with_tiers():
     def make(sink):
         return create_manager("vllm", num_blocks=4, sink=sink, tiers={"host": 8})
 

@@ -1,4 +1,4 @@
-"""A worker beside the same requests driven by hand, move by move: same events, and the same idea of what fits."""
+"""A worker compared with the same requests driven by hand, move by move: equal events and equal admissions."""
 
 from copy import deepcopy
 from random import Random
@@ -15,9 +15,9 @@ from pytest_kvmock.engines.dynamo.sequence import ActiveSequence
 CAPACITY, SIZE = 3, 2
 SPECS = {spec.name: spec for spec in BACKENDS.values() if spec.in_matrix or spec.name == "hash_cache"}
 SPECS["strict"] = SPECS["hash_cache"].variant("strict", prefix_closed=True, strict=True)
-"""The backends that take moves."""
+"""The backends that accept moves."""
 
-tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)  # few different ones, so that requests meet
+tokens = st.lists(st.sampled_from([0, 0, 0, 1]), min_size=1, max_size=4)  # few values, so requests share prefixes
 steps = st.lists(
     st.one_of(
         st.tuples(st.just("prefill"), tokens),
@@ -34,8 +34,8 @@ class NoRoomByHandError(Exception):
 
 
 class ByHand:
-    """Requests as Dynamo's schedulers drive them: one Use a chunk (1.0.2: a request), a move a freed block, tail
-    first.
+    """Requests as Dynamo's schedulers drive them: one Use per chunk (1.0.2: per request), one move per freed block,
+    tail first.
     """
 
     def __init__(self, backend, chunk):
@@ -75,7 +75,7 @@ class ByHand:
 
     def finish(self, index):
         sequence = self.requests.pop(index)
-        if sequence.num_allocated_tokens:  # 1.0.2 frees all blocks, allocated or not, so it does not free what waits
+        if sequence.num_allocated_tokens:  # 1.0.2 frees all blocks, allocated or not: it does not free waiting requests
             self.send(sequence.free_signal())
 
     def preempt(self, index):
@@ -89,7 +89,7 @@ class ByHand:
 
 
 def allowed(worker, step):
-    """The step with the request that it means, or None when no request is in the state that it needs."""
+    """Return the step with its request, or None if no request is in the required state."""
     kind, *rest = step
     if kind in ("prefill", "clear"):
         return step
@@ -123,7 +123,7 @@ def shown(manager):
 
 @settings(max_examples=examples(200))
 @given(steps=steps, backend=st.sampled_from(sorted(SPECS)), chunk=st.sampled_from([None, 1, 2, 3]))
-def test_a_worker_publishes_and_refuses_like_requests_driven_by_hand(steps, backend, chunk):
+def test_a_worker_publishes_and_refuses_like_requests_driven_move_by_move(steps, backend, chunk):
     captured = CapturingSink()
 
     def make_manager(sink):
@@ -164,7 +164,7 @@ def test_a_worker_publishes_and_refuses_like_requests_driven_by_hand(steps, back
 
 
 def _held(events):
-    """What a listener believes to be cached."""
+    """Return the cached blocks in a listener's view."""
     held = set()
     for event in events:
         if isinstance(event.data, Stored):

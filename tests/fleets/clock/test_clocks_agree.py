@@ -1,6 +1,4 @@
-"""What serves a trace on one clock says the same of it: a replay, a fleet behind a router that sends requests in
-turn, one engine.
-"""
+"""A replay, a fleet behind a round-robin router and a single engine report the same of one trace."""
 
 import pytest
 
@@ -23,7 +21,7 @@ def trace(turns=(1, 1)):
 
 
 def told(report, like):
-    """What a report says of what another one says something of, but for picks, which a fleet alone has."""
+    """Return a report's figures and rows that another report also has, without picks, which only a fleet has."""
     columns = like.per_request()[0].keys() - {"routing_history"}
     figures, rows = report.to_json(), report.per_request()
     return {name: figures[name] for name in like.to_json()}, [{name: row[name] for name in columns} for row in rows]
@@ -32,9 +30,9 @@ def told(report, like):
 @pytest.mark.parametrize("count", [1, 4])
 @pytest.mark.parametrize("concurrency", [None, 5])
 @pytest.mark.parametrize(("name", "release"), RELEASES)
-def test_a_replay_publishes_like_a_fleet_with_round_robin(name, release, concurrency, count):
+def test_a_replay_equals_a_fleet_with_a_round_robin_router(name, release, concurrency, count):
     serving = engines(name, release, count)
-    # In a closed loop over one engine a replay of some releases looks at the clock between passes only, and no fleet
+    # In a closed loop over one engine, a replay of some releases checks the clock only between passes; a fleet never
     # does.
     only_between = serving[0].args.release.arrivals_between_passes and count == 1 and concurrency is not None
     requests = trace((1, 1) if only_between else (1, 3))
@@ -45,7 +43,7 @@ def test_a_replay_publishes_like_a_fleet_with_round_robin(name, release, concurr
 
 
 @pytest.mark.parametrize(("name", "release"), RELEASES)
-def test_a_single_engine_publishes_like_a_replay_on_it(name, release):
+def test_a_single_engine_equals_a_replay_on_it(name, release):
     engine = engines(name, release, 1)[0]
     tokens = None if engine.worker.traits.takes_hashes else True
     for request in trace():

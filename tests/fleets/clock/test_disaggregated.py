@@ -1,4 +1,4 @@
-"""Replays with prefill and decode engines, recorded from Dynamo's mocker 1.2.1, to the bit."""
+"""Replays with prefill and decode engines equal recordings of Dynamo's mocker 1.2.1 bit for bit."""
 
 import re
 
@@ -45,13 +45,13 @@ def test_a_replay_with_handoffs_equals_the_recorded_one(case, version, watched):
 
 
 def pair(blocks, **link):
-    """A prefill engine, and a decode engine of so many blocks of 4 tokens."""
+    """Return a prefill engine and a decode engine with the given number of blocks of 4 tokens."""
     sizes = {"block_size": 4, "semantics": "1.6.1"}
     prefill = MockEngine(MockEngineArgs(worker_type="prefill", num_gpu_blocks=100, **sizes, **link))
     return prefill, MockEngine(MockEngineArgs(worker_type="decode", num_gpu_blocks=blocks, **sizes, **link))
 
 
-def test_the_source_keeps_its_blocks_until_the_transfer_is_through():
+def test_the_source_engine_keeps_its_blocks_until_the_transfer_ends():
     prefill, decode = pair(100, kv_bytes_per_token=1_000_000, kv_transfer_bandwidth=1.0)
     report = replay([TraceRequest(0, 8, 2, (1, 2))], [decode], [prefill], trace_block_size=4)
     row = report.per_request()[0]
@@ -60,7 +60,7 @@ def test_the_source_keeps_its_blocks_until_the_transfer_is_through():
     assert (prefill.metrics.active_blocks, decode.metrics.active_blocks) == (0, 0)
 
 
-def test_a_prompt_that_its_destination_can_never_hold_fails_and_the_others_are_served():
+def test_a_prompt_larger_than_its_destination_fails_and_the_others_are_served():
     prefill, decode = pair(8)
     trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 40, 2, tuple(range(10, 20))), TraceRequest(2, 8, 2, (5, 6))]
     report = replay(trace, [decode], [prefill], trace_block_size=4)
@@ -69,7 +69,7 @@ def test_a_prompt_that_its_destination_can_never_hold_fails_and_the_others_are_s
     assert prefill.metrics.active_blocks == 0
 
 
-def test_what_can_never_fit_leaves_all_engines_as_they_were():
+def test_a_refused_trace_leaves_all_engines_unchanged():
     prefill, decode = pair(8)
     trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 32, 2, tuple(range(8)))]
     problem = "requests[1] of 32 tokens and 2 of output can never fit: 9 blocks are needed"
@@ -80,7 +80,7 @@ def test_what_can_never_fit_leaves_all_engines_as_they_were():
     assert [each.status for each in replay(trace[:1], [decode], [prefill], trace_block_size=4).requests] == ["finished"]
 
 
-def test_what_every_prefill_engine_rejects_need_not_fit_a_decode_engine():
+def test_a_prompt_rejected_by_every_prefill_engine_need_not_fit_a_decode_engine():
     prefill, decode = pair(102)
     trace = [TraceRequest(0, 8, 2, (1, 2)), TraceRequest(1, 404, 50, tuple(range(101)))]
     report = replay(trace, [decode], [prefill], trace_block_size=4)

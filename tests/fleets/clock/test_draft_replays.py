@@ -1,5 +1,5 @@
-"""Engines with a draft model in time: what is accepted follows from the seed, as recorded from ai-dynamo-runtime
-1.6.1.
+"""Engines with a draft model in virtual time: the seed determines the accepted drafts, as recorded from
+ai-dynamo-runtime 1.6.1.
 """
 
 import pytest
@@ -13,7 +13,7 @@ FILE = "dynamo_1.6.1_nextn.json.gz"
 BACKEND = {"vllm": "vllm", "sglang": "mocker_sglang_1_6"}
 
 
-def test_the_passes_of_a_lone_request_follow_from_the_seed(recording):
+def test_the_number_of_passes_of_a_single_request_follows_from_the_seed(recording):
     checked = 0
     for series in recording(FILE)["lone"]:
         drafts, rates = series["nextn"], series["rates"]
@@ -29,7 +29,7 @@ def test_the_passes_of_a_lone_request_follow_from_the_seed(recording):
 
 
 @pytest.mark.parametrize("number", range(8))
-def test_replays_have_the_recorded_rows(recording, number):
+def test_replays_with_drafts_give_the_recorded_rows(recording, number):
     run = recording(FILE)["replays"][number]
     args = MockEngineArgs.from_json({"engine": run["engine"]})
     engines = [MockEngine(args, backend=BACKEND[args.engine_type]) for _ in range(run["replay"]["num_workers"])]
@@ -42,7 +42,7 @@ def test_replays_have_the_recorded_rows(recording, number):
     assert as_recorded(run["per_request"]) == as_recorded(rows)
 
 
-def test_arguments_are_read_and_written():
+def test_draft_arguments_are_read_and_written():
     args = MockEngineArgs.from_json({"engine": {"aic_nextn": 2, "aic_nextn_accept_rates": "0.5,1", "aic_mtp_seed": 7}})
     assert (args.aic_nextn, args.aic_nextn_accept_rates, args.aic_mtp_seed) == (2, "0.5,1", 7)
     assert args == MockEngineArgs.from_json(args.to_json())
@@ -58,19 +58,19 @@ def test_arguments_are_read_and_written():
         ({"aic_nextn": 1, "decode_speedup_ratio": 2.0}, "aic_nextn is for a decode_speedup_ratio of 1"),
     ],
 )
-def test_what_arguments_refuse(fields, message):
+def test_invalid_draft_arguments_are_refused(fields, message):
     with pytest.raises(ValueError, match=message):
         MockEngineArgs(semantics="1.6.1", **fields)
 
 
-def test_a_backend_with_a_draft_model_takes_no_other():
+def test_aic_nextn_is_refused_over_a_backend_with_a_draft_model():
     args = MockEngineArgs(block_size=4, semantics="1.6.1", aic_nextn=2)
     with pytest.raises(ValueError, match=r"aic_nextn=2 is for a backend without a draft model, and 'vllm_mtp' has"):
         MockEngine(args, backend="vllm_mtp")
 
 
 @pytest.mark.parametrize("backend", ["vllm_mtp", "sglang_eagle"])
-def test_a_pass_gives_accepted_drafts_and_one_token_more(backend):
+def test_a_pass_generates_its_accepted_drafts_and_one_more_token(backend):
     accepted = [2, 0, 1, 3]
     draft = (SglangSpeculative if backend == "sglang_eagle" else Speculative)(acceptance=accepted)
     spec = BACKENDS[backend].variant("drafts", speculative=draft)
@@ -86,7 +86,7 @@ def test_a_pass_gives_accepted_drafts_and_one_token_more(backend):
 
 
 @pytest.mark.parametrize("backend", ["vllm_mtp", "sglang_eagle"])
-def test_engines_preempt_and_go_on_with_drafts(backend):
+def test_engines_with_drafts_preempt_and_resume_requests(backend):
     with RouterHarness(EngineProfile(block_size=4, num_blocks=24), backend) as kv:
         engine = kv.engine(0)
         requests = [engine.submit([number, *range(number % 3, 12)], 15, float(number)) for number in range(8)]

@@ -1,4 +1,4 @@
-"""What an engine does about a request whose client goes: what comes out of it, what is freed, and what is published."""
+"""Aborted requests of an engine: their tokens, the blocks that are freed, and the events."""
 
 import pytest
 from depth import examples
@@ -11,7 +11,7 @@ from pytest_kvmock.fleets import FleetRequest, RoundRobin, TraceRequest, replay
 
 SIZE = 4
 BACKENDS = ["lineage", "lru", "hash_cache", "vllm", "vllm_gpt_oss", "sglang", "mocker_sglang_1_6", "sglang_qwen3_next"]
-"""One of each kind of driver and scheduler."""
+"""One backend for each kind of driver and scheduler."""
 
 HAS_LAST_PASS = {"sglang", "sglang_qwen3_next"}
 
@@ -34,14 +34,14 @@ def statuses(*requests):
 
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - HAS_LAST_PASS))
-def test_the_token_of_the_pass_under_way_is_dropped(backend):
+def test_an_abort_drops_the_token_of_the_current_pass(backend):
     engine = engine_of(backend)
     gone, stays = engine.submit(prompt(40), 9), engine.submit(prompt(40, 1000), 9)
     engine.step()
     begun = engine.inside.start_pass(engine.now_ms)
     before = statuses(gone)
     gone.abort()
-    assert before == statuses(gone)  # it is open until the end of the pass
+    assert before == statuses(gone)  # the request stays open until the end of the pass
     done = engine.inside.finish_pass()
     assert done is begun
     assert ([gone], [stays], 1) == (done.aborted, done.generated, len(done.tokens))
@@ -52,7 +52,7 @@ def test_the_token_of_the_pass_under_way_is_dropped(backend):
 
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - HAS_LAST_PASS))
-def test_the_last_token_of_the_pass_under_way_is_dropped(backend):
+def test_an_abort_drops_the_last_token_of_a_request_in_the_current_pass(backend):
     engine = engine_of(backend)
     gone = engine.submit(prompt(40), 2)
     engine.step()
@@ -67,7 +67,7 @@ def test_the_last_token_of_the_pass_under_way_is_dropped(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_one_that_waits_leaves_at_the_end_of_the_pass_under_way(backend):
+def test_an_aborted_waiting_request_leaves_at_the_end_of_the_current_pass(backend):
     engine = engine_of(backend, max_num_seqs=1)
     runs, waits = engine.submit(prompt(40), 9), engine.submit(prompt(40, 1000), 9)
     engine.step()
@@ -83,7 +83,7 @@ def test_one_that_waits_leaves_at_the_end_of_the_pass_under_way(backend):
 # ---------------------------------------------------------------------------------------------------- what is published
 
 
-def test_vllm_publishes_nothing_and_full_blocks_keep_their_names():
+def test_an_abort_over_vllm_publishes_nothing_and_leaves_full_blocks_cached():
     sink = CapturingSink()
     engine = MockEngine(MockEngineArgs(num_gpu_blocks=20, block_size=SIZE), backend="vllm", sink=sink)
     gone = engine.submit(prompt(10), 9)
@@ -96,7 +96,7 @@ def test_vllm_publishes_nothing_and_full_blocks_keep_their_names():
     assert again.cached_tokens == 8
 
 
-def test_a_running_request_of_sglang_has_one_more_pass_and_a_checkpoint():
+def test_an_aborted_running_request_of_sglang_gets_one_more_pass_and_a_checkpoint():
     sink = CapturingSink()
     args = MockEngineArgs(engine_type="sglang", num_gpu_blocks=40, block_size=SIZE)
     engine = MockEngine(args, backend="sglang", sink=sink)
@@ -111,11 +111,11 @@ def test_a_running_request_of_sglang_has_one_more_pass_and_a_checkpoint():
     assert ([gone], [gone], []) == (done.aborted, done.generated, done.finished)
     assert statuses(gone) == [("aborted", 3, 3)]
     (stored,) = sink.take()
-    assert len(stored.data.block_hashes) == 1  # 8 tokens are computed: the second page is full
+    assert len(stored.data.block_hashes) == 1  # 8 tokens are computed, so the second page is full
     assert (engine.is_idle, engine.metrics.active_blocks) == (True, 0)
 
 
-def test_one_that_sglang_ends_by_itself_in_that_pass_has_finished():
+def test_an_aborted_request_that_sglang_completes_in_its_last_pass_is_finished():
     engine = engine_of("sglang")
     request = engine.submit(prompt(8), 2)
     engine.step()
@@ -125,7 +125,7 @@ def test_one_that_sglang_ends_by_itself_in_that_pass_has_finished():
     assert statuses(request) == [("finished", 2, 2)]
 
 
-def test_a_retracted_request_of_sglang_that_was_called_off_ends_with_its_next_pass():
+def test_an_aborted_retracted_request_of_sglang_ends_with_its_next_pass():
     args = MockEngineArgs(
         engine_type="sglang",
         num_gpu_blocks=9,
@@ -145,7 +145,7 @@ def test_a_retracted_request_of_sglang_that_was_called_off_ends_with_its_next_pa
 
 
 @pytest.mark.parametrize("backend", ["sglang", "sglang_qwen3_next"])
-def test_between_two_chunks_sglang_makes_no_checkpoint(backend):
+def test_an_abort_between_two_chunks_makes_no_checkpoint_in_sglang(backend):
     sink = CapturingSink()
     size = 16
     args = MockEngineArgs(
@@ -158,14 +158,14 @@ def test_between_two_chunks_sglang_makes_no_checkpoint(backend):
     engine.inside.start_pass(engine.now_ms)
     request.abort()
     assert [request] == engine.inside.finish_pass().aborted
-    sink.take()  # of the chunk under way
+    sink.take()  # of the current chunk
     assert (sink.take(), engine.metrics.active_blocks) == ([], 0)
     assert first
     assert engine.is_idle
 
 
-def test_dynamos_mock_of_sglang_caches_nothing_more():
-    """aisimulate-core 0.13.0: `cancel_active_request` releases the lease, and inserts no page."""
+def test_an_abort_in_the_dynamo_mock_of_sglang_caches_no_further_page():
+    """Follow aisimulate-core 0.13.0: `cancel_active_request` releases the lease and inserts no page."""
     sink = CapturingSink()
     args = MockEngineArgs(engine_type="sglang", num_gpu_blocks=40, block_size=SIZE)
     engine = MockEngine(args, backend="mocker_sglang_1_6", sink=sink)
@@ -182,7 +182,7 @@ def test_dynamos_mock_of_sglang_caches_nothing_more():
 
 
 @pytest.mark.parametrize("backend", sorted(set(BACKENDS) - HAS_LAST_PASS))
-def test_a_request_is_called_off_after_n_tokens(backend):
+def test_a_request_can_be_aborted_after_n_tokens(backend):
     engine = engine_of(backend)
     gone, stays = engine.submit(prompt(40), 90, abort_after_tokens=7), engine.submit(prompt(40, 1000), 9)
     report = engine.run()
@@ -191,7 +191,7 @@ def test_a_request_is_called_off_after_n_tokens(backend):
     assert gone.token_ms[-1] == gone.ended_ms
 
 
-def test_a_request_is_called_off_n_ms_after_its_arrival():
+def test_a_request_can_be_aborted_n_ms_after_its_arrival():
     engine = engine_of()
     gone = engine.submit(prompt(8), 500, arrival_ms=1000.0, abort_after_ms=100.0)
     engine.run()
@@ -202,7 +202,7 @@ def test_a_request_is_called_off_n_ms_after_its_arrival():
 
 
 @pytest.mark.parametrize("nth", [1, 3])
-def test_a_request_that_is_called_off_as_a_pass_ends_keeps_its_token(nth):
+def test_a_request_aborted_at_the_end_of_a_pass_keeps_its_token(nth):
     alike = engine_of()
     served = alike.submit(prompt(8), 5)
     alike.run()
@@ -217,14 +217,14 @@ def test_a_request_that_is_called_off_as_a_pass_ends_keeps_its_token(nth):
 
 
 @pytest.mark.parametrize("after", [{"abort_after_ms": 0}, {"abort_after_tokens": 0}])
-def test_a_request_that_is_called_off_at_once_is_never_computed(after):
+def test_a_request_aborted_on_arrival_is_never_computed(after):
     engine = engine_of()
     gone = engine.submit(prompt(8), 5, arrival_ms=50.0, **after)
     engine.run()
     assert (statuses(gone), gone.ended_ms, engine.prefill_tokens) == ([("aborted", 0, 0)], 50.0, 0)
 
 
-def test_one_that_is_over_by_then_has_finished():
+def test_a_request_that_ends_before_its_planned_abort_is_finished():
     engine = engine_of()
     request = engine.submit(prompt(8), 2, abort_after_ms=1e6, abort_after_tokens=2)
     report = engine.run()
@@ -247,7 +247,7 @@ def test_one_that_is_over_by_then_has_finished():
         ({"abort_after_tokens": 1.5}, "abort_after_tokens must be an integer of at least 0 (tokens), or None, got 1.5"),
     ],
 )
-def test_an_invalid_time_or_count_is_refused_and_nothing_has_changed(after, message):
+def test_an_invalid_abort_time_or_count_is_refused_and_changes_nothing(after, message):
     engine = engine_of()
     with pytest.raises(ValueError) as raised:
         engine.submit(prompt(8), 2, **after)
@@ -255,7 +255,7 @@ def test_an_invalid_time_or_count_is_refused_and_nothing_has_changed(after, mess
     assert (engine.requests, engine.is_idle) == ([], True)
 
 
-def test_a_request_that_is_called_off_on_arrival_moves_no_clock_beyond_its_end():
+def test_a_request_aborted_on_arrival_does_not_advance_the_clock():
     engine = engine_of()
     engine.submit(prompt(8), 5, arrival_ms=50.0, abort_after_ms=0)
     late = engine.submit(prompt(8), 5, arrival_ms=500.0)
@@ -279,7 +279,7 @@ planned = st.lists(
 
 @given(planned, st.sampled_from(BACKENDS))
 @settings(max_examples=examples(400), deadline=None)
-def test_passes_in_one_go_and_one_by_one_are_the_same(requests, backend):
+def test_passes_with_aborts_are_the_same_in_one_go_and_one_by_one(requests, backend):
     runs = []
     for in_one_go in (True, False):
         engine = engine_of(backend)
@@ -301,7 +301,7 @@ def test_passes_in_one_go_and_one_by_one_are_the_same(requests, backend):
 
 @given(planned, st.sampled_from(BACKENDS))
 @settings(max_examples=examples(400), deadline=None)
-def test_an_engine_and_a_fleet_of_one_agree(requests, backend):
+def test_an_engine_and_a_fleet_of_one_engine_agree_on_aborts(requests, backend):
     rows = [
         FleetRequest(prompt(length, 100 * (at % 3)), output, 7.0 * at, abort_after_ms=ms, abort_after_tokens=tokens)
         for at, (length, output, ms, tokens) in enumerate(requests)
@@ -332,7 +332,7 @@ def trace(count=6, output=30):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
-def test_a_listener_of_a_replay_calls_a_request_off(backend):
+def test_a_listener_of_a_replay_can_abort_a_request(backend):
     engines = [engine_of(backend) for _ in range(2)]
     rows = [TraceRequest(each.timestamp, 2 * engines[0].args.block_size, 30, each.hash_ids) for each in trace()]
 
@@ -351,8 +351,8 @@ def test_a_listener_of_a_replay_calls_a_request_off(backend):
     assert [engine.inside.on_abort for engine in engines] == [None, None]
 
 
-def test_a_listener_calls_a_request_of_another_engine_off_in_the_midst_of_its_plan():
-    """The other engine runs its passes in one go, and its plan ends with the pass under way."""
+def test_a_listener_can_abort_a_request_of_another_engine_during_its_plan():
+    """The other engine runs its passes in one go; the abort ends its plan with the current pass."""
     reports = []
     for other_listens in (True, False):
         engines = [engine_of() for _ in range(2)]
@@ -374,7 +374,7 @@ def test_a_listener_calls_a_request_of_another_engine_off_in_the_midst_of_its_pl
     assert reports[0][0] == "aborted"
 
 
-def test_a_request_handed_over_between_two_engines_cannot_be_called_off():
+def test_a_request_handed_over_between_two_engines_cannot_be_aborted():
     prefill = MockEngine(MockEngineArgs(num_gpu_blocks=50, block_size=SIZE, worker_type="prefill"))
     decode = MockEngine(MockEngineArgs(num_gpu_blocks=50, block_size=SIZE, worker_type="decode"))
     decode.on_pass(lambda _done: [each.abort() for each in decode.requests if each.is_open])
@@ -383,7 +383,7 @@ def test_a_request_handed_over_between_two_engines_cannot_be_called_off():
     assert decode.inside.on_abort is None
 
 
-def test_a_place_of_a_closed_loop_is_free_as_after_an_end():
+def test_an_abort_frees_a_place_in_a_closed_loop():
     engine = engine_of()
     engine.on_pass(lambda _done: engine.requests[0].is_open and engine.requests[0].abort())
     report = replay(trace(3, 4), [engine], concurrency=1)

@@ -18,13 +18,13 @@ from pytest_kvmock.fleets.fleet_events import Heard, TrueCaches
 CASES = recorded("replay_offload.json.gz")
 NAMES = {StorageTier.DEVICE: [], StorageTier.HOST_PINNED: ["HostPinned"]}
 BACKENDS = ("lineage", "lru", "multi_lru")
-MS = 1_000_000  # bytes that a link of 1 GB/s moves in a ms
+MS = 1_000_000  # bytes that a link of 1 GB/s transfers in 1 ms
 HOST = {"kv_bytes_per_token": MS // 4, "bandwidth_g1_to_g2_gbps": 1.0, "bandwidth_g2_to_g1_gbps": 1.0}
 SLOW = {"performance_model": (10.0, 1.0)}
 
 
 class StampingSink(CapturingSink):
-    """Keeps with each event the moment of the pass that published it."""
+    """A sink that keeps each event with the time of the pass that published it."""
 
     def __init__(self):
         super().__init__()
@@ -46,7 +46,7 @@ def tokens_of(*blocks):
 
 
 def evicted_prompt(engine, *, blocks=6):
-    """Have the engine serve a prompt, and another one, so that the host has of the first what the device has not."""
+    """Serve two prompts and return the first, of which the host then holds the part that the device lacks."""
     first = tokens_of(*range(blocks))
     for prompt in (first, tokens_of(*range(100, 100 + blocks))):
         engine.submit(prompt, 1)
@@ -55,7 +55,7 @@ def evicted_prompt(engine, *, blocks=6):
 
 
 def park(engine, prompt):
-    """Submit a request and run passes until it waits for the host."""
+    """Submit a request and run passes until it is parked for its host blocks."""
     request = engine.submit(prompt, 1)
     for _ in range(10):
         engine.step()
@@ -69,7 +69,7 @@ def park(engine, prompt):
 
 
 def recorded_form(sink):
-    """The events as they were recorded: hashes are numbered in the order in which they come up."""
+    """Return the events in the recorded form: hashes are numbered in the order of first occurrence."""
     names, locals_ = {None: None}, {}
     rows = []
     for moment, event in zip(sink.stamps, sink.router_events, strict=True):
@@ -108,7 +108,7 @@ def test_a_replay_with_a_host_equals_the_recorded_one(case, watched):
         size = how["trace_block_size"]
         return replay(requests, engines, (), how.get("replay_concurrency"), speedup, trace_block_size=size)
 
-    if "error" in run:  # it did not end
+    if "error" in run:  # the recorded replay did not end
         with pytest.raises(EngineStalled):
             play()
         return
@@ -119,8 +119,8 @@ def test_a_replay_with_a_host_equals_the_recorded_one(case, watched):
         assert run["token_us"] == sorted(int(ms * 1000) for each in report.requests for ms in each.token_ms)
 
 
-def test_the_recorded_replays_bring_blocks_back_from_the_host():
-    """Else they would say nothing of parked requests."""
+def test_the_recorded_replays_load_blocks_back_from_the_host():
+    """Otherwise the recordings would not cover parked requests."""
     tiers = defaultdict(int)
     for case in CASES:
         events = case["runs"]["1.2.1"].get("events", [])
@@ -136,8 +136,8 @@ def test_the_recorded_replays_bring_blocks_back_from_the_host():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_prefix_comes_back_from_the_host_before_its_request_is_admitted(backend):
-    """A block takes 1 ms on the link: 4 tokens of 250,000 bytes at 1 GB/s."""
+def test_a_prefix_is_loaded_back_from_the_host_before_its_request_is_admitted(backend):
+    """A block of 4 tokens of 250,000 bytes takes 1 ms on a link of 1 GB/s."""
     sink = CapturingSink()
     engine = engine_of(backend=backend, sink=sink)
     prompt = evicted_prompt(engine)
@@ -159,7 +159,7 @@ def test_a_prefix_comes_back_from_the_host_before_its_request_is_admitted(backen
     assert on_host // 4 == sum(len(event.event.data.block_hashes) for event in back)
 
 
-def test_a_report_says_what_came_back_from_the_host():
+def test_a_report_counts_the_tokens_loaded_back_from_the_host():
     engine = engine_of()
     prompt = evicted_prompt(engine)
     request = engine.submit(prompt, 1)
@@ -174,7 +174,7 @@ def test_a_report_says_what_came_back_from_the_host():
     assert [0, 0, request.onboarded_tokens] == [row["onboarded_input_tokens"] for row in report.per_request()]
 
 
-def test_a_request_behind_a_parked_one_is_served_meanwhile():
+def test_a_request_behind_a_parked_one_is_served_first():
     engine = engine_of(blocks=16, host=64)
     prompt = evicted_prompt(engine, blocks=12)
     parked = engine.submit(prompt, 1)
@@ -185,7 +185,7 @@ def test_a_request_behind_a_parked_one_is_served_meanwhile():
     assert behind.admitted_ms < parked.admitted_ms
 
 
-def test_events_of_a_transfer_come_when_time_passes_in_an_idle_engine():
+def test_an_idle_engine_publishes_the_events_of_a_transfer_when_time_passes():
     sink = CapturingSink()
     engine = engine_of(sink=sink)
     engine.submit(tokens_of(*range(6)), 1)
@@ -232,8 +232,8 @@ def test_closing_and_restarting_drop_parked_requests():
         assert len([each for each in engine.run().completed if each.generated_tokens == 2]) == 1
 
 
-def test_an_engine_whose_slots_are_lost_stalls_with_that_reason():
-    """The host has one block and batches have 32: what is evicted together is lost, as in the original."""
+def test_an_engine_with_lost_slots_stalls_and_names_that_reason():
+    """The host has 1 block and a batch 32, so blocks evicted together are lost, as in the original."""
     engine = engine_of(host=1, batch=32)
     for first in (0, 100):
         engine.submit(tokens_of(*range(first, first + 7)), 1)
@@ -251,14 +251,14 @@ def test_an_engine_whose_slots_are_lost_stalls_with_that_reason():
     )
 
 
-def test_a_replay_whose_slots_are_lost_stalls_too():
+def test_a_replay_over_an_engine_with_lost_slots_stalls():
     requests = [TraceRequest(0, 28, 1, tuple(range(first, first + 7))) for first in (0, 100)]
     with pytest.raises(EngineStalled, match="quarantined for ever"):
         replay(requests, [engine_of(host=1, batch=32)])
 
 
 def test_many_small_transfers_do_not_stall(monkeypatch):
-    """Each of 100 blocks travels by itself, so that more passes generate nothing than without tiers there may be."""
+    """Transfer 100 blocks one by one: more passes generate nothing than the stall limit without tiers allows."""
     monkeypatch.setattr(engine_inside, "MOST_IDLE_PASSES", 10)
     engine = engine_of(blocks=101, host=300, batch=1, max_num_batched_tokens=None)
     for first in (0, 1000):
@@ -271,7 +271,7 @@ def test_many_small_transfers_do_not_stall(monkeypatch):
 # --------------------------------------------------------------------------------------------------- what is equal
 
 
-def test_without_both_arguments_there_is_no_host():
+def test_a_host_needs_num_g2_blocks_and_kv_bytes_per_token():
     for fields in ({"num_g2_blocks": 64}, {"kv_bytes_per_token": 1}, {}):
         args = MockEngineArgs(num_gpu_blocks=8, block_size=4, **fields)
         assert not args.has_host
@@ -279,7 +279,7 @@ def test_without_both_arguments_there_is_no_host():
     assert MockEngine(MockEngineArgs(num_g2_blocks=64, kv_bytes_per_token=0)).worker.tiers is not None
 
 
-def test_where_nothing_is_evicted_a_host_makes_no_difference():
+def test_without_evictions_a_host_makes_no_difference():
     requests = [TraceRequest(n, 20, 3, (n % 3, 10 + n % 3, 20, 21, 22)) for n in range(12)]
     reports = []
     for host in ({}, {"num_g2_blocks": 100, "kv_bytes_per_token": 1000}):
@@ -298,7 +298,7 @@ def test_an_engine_over_a_worker_with_tiers_uses_its_host():
     assert request.onboarded_tokens > 0
 
 
-def test_arguments_of_the_host_survive_json():
+def test_arguments_of_the_host_are_kept_in_json():
     args = MockEngineArgs(num_g2_blocks=64, kv_bytes_per_token=100, offload_batch_size=4, bandwidth_g1_to_g2_gbps=0)
     assert args == MockEngineArgs.from_json(args.to_json())
     assert {name: value for name, value in args.to_dict().items() if name not in MockEngineArgs().to_dict()} == {
@@ -330,7 +330,7 @@ def test_arguments_of_the_host_out_of_range_are_refused(fields, message):
 
 
 @pytest.mark.parametrize("backend", ["hash_cache", "vllm_0_19", "mocker_sglang_1_6"])
-def test_other_backends_take_no_tiers(backend):
+def test_other_backends_refuse_tiers(backend):
     fields = {"engine_type": "sglang"} if backend == "mocker_sglang_1_6" else {}
     with pytest.raises(ValueError) as caught:
         engine_of(backend=backend, **fields)
@@ -340,12 +340,12 @@ def test_other_backends_take_no_tiers(backend):
     )
 
 
-def test_tiers_are_for_the_scheduler_that_was_recorded_with_them():
+def test_tiers_are_refused_for_semantics_1_6_1():
     with pytest.raises(ValueError, match=r"^tiers are for engines that follow the scheduler of 1\.2\.1, .*'1\.6\.1'"):
         engine_of(semantics="1.6.1")
 
 
-def test_worker_and_arguments_name_the_same_host():
+def test_a_host_size_that_contradicts_the_worker_is_refused():
     given = {"block_size": 4, "num_gpu_blocks": 8, "num_g2_blocks": 65}
     for fields, tiers, made in (
         ({"kv_bytes_per_token": 1}, {}, "made without tiers; leave it out, or make the worker with tiers={'host': 65}"),
@@ -366,7 +366,7 @@ def test_worker_and_arguments_name_the_same_host():
     ("name", "same", "other"),
     [("offload_batch_size", 3, 8), ("bandwidth_g1_to_g2_gbps", 2.0, 14.0), ("bandwidth_g2_to_g1_gbps", 2, 0.0)],
 )
-def test_worker_and_arguments_name_the_same_links(name, same, other):
+def test_link_arguments_that_contradict_the_worker_are_refused(name, same, other):
     tiers = {"host": 64, "gbps": 2.0, "batch": 3}
     worker = KvWorker(lambda sink: create_manager(num_blocks=8, block_size=4, sink=sink, tiers=tiers))
     has = 3 if name == "offload_batch_size" else 2.0
@@ -379,7 +379,7 @@ def test_worker_and_arguments_name_the_same_links(name, same, other):
     assert worker is MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=8, **{name: same}), worker=worker).worker
 
 
-def test_worker_and_arguments_name_the_same_bytes_of_a_token_where_both_describe_the_host():
+def test_kv_bytes_per_token_that_contradict_the_host_of_the_worker_are_refused():
     tiers = {"host": 64, "bytes_per_token": 7}
     worker = KvWorker(lambda sink: create_manager(num_blocks=8, block_size=4, sink=sink, tiers=tiers))
     with pytest.raises(ValueError) as caught:
@@ -394,7 +394,7 @@ def test_worker_and_arguments_name_the_same_bytes_of_a_token_where_both_describe
     assert worker is MockEngine(same, worker=worker).worker
 
 
-def test_the_bytes_of_a_handoff_are_not_those_of_the_host():
+def test_kv_bytes_per_token_of_a_handoff_can_differ_from_those_of_the_host():
     tiers = {"host": 64, "bytes_per_token": 7}
     worker = KvWorker(lambda sink: create_manager(num_blocks=8, block_size=4, sink=sink, tiers=tiers))
     handoff = MockEngineArgs(block_size=4, num_gpu_blocks=8, kv_bytes_per_token=8, kv_transfer_bandwidth=1.0)
@@ -420,7 +420,7 @@ def traffic(draw):
     return fields, draw(st.lists(prompts, min_size=1, max_size=12)), draw(st.booleans())
 
 
-@example(  # a batch is queued behind one that takes no time
+@example(  # a batch queued behind one that takes no time
     (
         {
             "blocks": 7,
@@ -436,7 +436,7 @@ def traffic(draw):
     )
 )
 @given(traffic())
-def test_slots_are_conserved_and_tiers_are_what_events_say(given_traffic):
+def test_any_traffic_conserves_slots_and_events_equal_the_blocks_of_each_tier(given_traffic):
     fields, requests, steps = given_traffic
     sink = CapturingSink()
     engine = engine_of(sink=sink, **fields)
@@ -459,14 +459,15 @@ def test_slots_are_conserved_and_tiers_are_what_events_say(given_traffic):
                 assert manager.num_active_blocks <= manager.num_blocks
                 assert manager.num_outside <= manager.num_active_blocks
         except EngineStalled:
-            stalled = True  # the original is in a loop there
+            stalled = True  # the original loops endlessly here
     if not stalled:
         assert {request.status for request in opened} == {"finished"}
         engine.run(engine.now_ms + 1_000_000)
         if not manager.offload.lost_blocks:
             assert (manager.num_active_blocks, manager.num_outside) == (0, 0)
     held = {StorageTier.DEVICE: set(), StorageTier.HOST_PINNED: set()}
-    departed, twice = set(), False  # what left the device twice may come to the host unsaid (the original's rule)
+    # A block that left the device twice may reach the host without an event (rule of the original).
+    departed, twice = set(), False
     for event in sink.router_events:
         blocks, data = held[event.storage_tier], event.event.data
         if isinstance(data, Removed):
@@ -480,12 +481,12 @@ def test_slots_are_conserved_and_tiers_are_what_events_say(given_traffic):
     assert twice or held[StorageTier.HOST_PINNED] == set(manager.resident(StorageTier.HOST_PINNED))
 
 
-def test_a_request_that_can_never_fit_is_refused_as_ever():
+def test_a_request_that_can_never_fit_is_refused_with_a_host():
     with pytest.raises(OutOfBlocks):
         engine_of().submit([1] * 40, 1)
 
 
-def test_a_worker_next_to_its_engine_cannot_take_blocks_of_a_parked_request():
+def test_direct_requests_to_a_worker_cannot_take_blocks_of_a_parked_request():
     engine = engine_of()
     request = park(engine, evicted_prompt(engine))
     with pytest.raises(OutOfBlocks, match="7 blocks are needed and 2 are available"):
@@ -494,7 +495,7 @@ def test_a_worker_next_to_its_engine_cannot_take_blocks_of_a_parked_request():
     assert (request.status, request.onboarded_tokens) == ("finished", 20)
 
 
-def test_a_parked_request_continues_when_the_manager_was_cleared():
+def test_a_parked_request_continues_after_its_manager_was_cleared():
     engine = engine_of()
     request = park(engine, evicted_prompt(engine))
     assert engine.worker.manager.clear()
@@ -506,10 +507,8 @@ def test_a_parked_request_continues_when_the_manager_was_cleared():
     assert engine.is_idle
 
 
-def test_what_a_fleet_knows_of_a_host_outlives_a_clear_of_the_device():
-    """vLLM's Cleared is of the device alone, which no event says: indexes that the fleet makes read it from the
-    engine's traits.
-    """
+def test_indexes_of_a_fleet_keep_the_host_blocks_after_a_cleared_of_the_device():
+    """vLLM's Cleared covers only the device, which no event reports: a fleet's own indexes read it from the traits."""
     args = MockEngineArgs(num_gpu_blocks=8, block_size=4)
     workers = [
         KvWorker(

@@ -1,4 +1,4 @@
-"""Worked examples of Dynamo 1.6.1, whose figures are output of the running program, and what is refused there."""
+"""Worked examples of Dynamo 1.6.1 with figures printed by the running program, and the arguments that it refuses."""
 
 import pytest
 from hypothesis import given, settings
@@ -14,9 +14,7 @@ def args_of(dp_size=1, **engine):
 
 
 def trace_of(*rows, size=4):
-    """Requests of (timestamp, prompt, output); each prompt has blocks of its own, or begins with a number given
-    behind.
-    """
+    """Return requests of (timestamp, prompt, output); prompts share no block unless a fourth item is their first id."""
     requests = []
     for number, (at, prompt, output, *first) in enumerate(rows):
         start = first[0] if first else 1000 * (number + 1)
@@ -39,18 +37,18 @@ def times(report):
     return [rounded(request.token_ms) for request in report.requests]
 
 
-def test_the_first_token_comes_out_of_the_prefill_and_the_others_take_time_by_their_length():
+def test_the_prefill_gives_the_first_token_and_later_tokens_take_time_by_length():
     report = play([(0, 128, 3)], size=64, num_gpu_blocks=100)
     assert [rounded([18.451798, 18.451798 + 6.818182, 18.451798 + 6.818182 + 6.826458])] == times(report)
-    assert report.to_json()["median_itl_ms"] == 6.827783797542894  # of a sketch: above the greatest gap
+    assert report.to_json()["median_itl_ms"] == 6.827783797542894  # from a sketch: above the greatest gap
 
 
-def test_fixed_times():
+def test_a_fixed_timing_model_gives_constant_pass_times():
     report = play([(0, 8, 3)], timing_model={"type": "fixed", "prefill_ms": 10, "decode_ms": 0.5})
     assert times(report) == [[10.0, 10.5, 11.0]]
 
 
-def test_fixed_times_are_not_charged_where_prompts_are_cached():
+def test_a_fixed_prefill_time_is_not_charged_for_a_cached_prompt():
     rows = [(0, 8, 1, 7), (100, 8, 0, 7)]
     report = play(rows, backend="sglang", timing_model={"type": "fixed", "prefill_ms": 10, "decode_ms": 1})
     assert [request.ended_ms for request in report.requests] == [10.0, 100.0]
@@ -64,13 +62,13 @@ def test_the_last_token_of_a_prompt_is_always_computed():
     assert (times(alike), [request.reused_tokens for request in alike.requests]) == ([[16.683682]] * 2, [0, 4])
 
 
-def test_a_block_is_taken_in_the_pass_that_computes_its_first_token():
+def test_a_block_is_allocated_in_the_pass_that_computes_its_first_token():
     assert times(play([(0, 8, 5)], num_gpu_blocks=3))[0][-1] == 148.895414
     with pytest.raises(OutOfBlocks):
         play([(0, 8, 6)], num_gpu_blocks=3)
 
 
-def test_a_prompt_that_can_never_fit_is_rejected_in_its_turn():
+def test_a_prompt_that_can_never_fit_is_rejected_when_its_turn_comes():
     report = play([(0, 8, 3), (1, 16, 3), (1, 4, 3)], num_gpu_blocks=3)
     assert [request.status for request in report.requests] == ["finished", "rejected", "finished"]
     assert round(report.requests[2].admitted_ms, 6) == 81.264997
@@ -78,14 +76,14 @@ def test_a_prompt_that_can_never_fit_is_rejected_in_its_turn():
     assert report.to_json()["completed_requests"] == 2
 
 
-def test_a_request_ends_at_the_longest_length():
+def test_a_request_ends_at_max_model_len():
     report = play([(0, 8, 9), (0, 12, 9)], max_model_len=12)
     assert [(each.generated_tokens, each.status) for each in report.requests] == [(4, "finished"), (0, "rejected")]
     assert [row["requested_output_length"] for row in report.per_request()] == [9, 9]
 
 
 @pytest.mark.parametrize("backend", ["vllm", "sglang"])
-def test_a_request_without_output_is_done_when_its_prompt_is_computed(backend):
+def test_a_request_without_output_ends_when_its_prompt_is_computed(backend):
     report = play([(0, 8, 0)], backend=backend)
     assert (
         round(report.requests[0].ended_ms, 6),
@@ -94,7 +92,7 @@ def test_a_request_without_output_is_done_when_its_prompt_is_computed(backend):
     ) == (16.622914, "finished", [])
 
 
-def test_a_preempted_request_keeps_the_names_of_what_it_generated():
+def test_a_preempted_request_hits_the_blocks_that_it_generated():
     report = play([(0, 8, 6), (0, 8, 6)], num_gpu_blocks=5)
     assert [(own[0], own[-1]) for own in times(report)] == [(16.744463, 154.396713), (16.744463, 308.611123)]
     assert [request.reused_tokens for request in report.requests] == [0, 4]
@@ -112,7 +110,7 @@ def test_a_turn_of_a_closed_loop_arrives_exactly_after_its_delay():
     assert tuple(rounded((second.arrival_ms, second.admitted_ms))) == (74.862790, 77.135244)
 
 
-def test_goodput():
+def test_goodput_counts_the_requests_that_meet_all_objectives():
     rows = [(0, 8, 4, 7), (10, 8, 4, 7), (20, 8, 4, 7)]
     figures = play(rows, num_gpu_blocks=100, options={"slo": Objectives(ttft_ms=17)}).to_json()
     assert tuple(
@@ -141,12 +139,12 @@ def test_goodput():
         ({"stop_ms": -1}, "replay: stop_ms must be a finite number of at least 0 .milliseconds., or None, got -1"),
     ],
 )
-def test_invalid_bounds_are_refused(options, message):
+def test_invalid_objectives_and_stop_times_are_refused(options, message):
     with pytest.raises(ValueError, match=f"^{message}$"):
         play([(0, 8, 4)], options=options)
 
 
-def test_the_clock_stops():
+def test_stop_ms_ends_a_replay():
     rows = [(0, 8, 4), (10, 8, 4), (20, 8, 4)]
     figures = play(rows, options={"stop_ms": 20}).to_json()
     assert tuple(
@@ -168,7 +166,7 @@ def test_the_clock_stops():
         (300, 2, 8, 24, 291.742738),
     ],
 )
-def test_ends_after_the_clock_stops_do_not_count(stop_ms, completed, tokens, prefilled, clock):
+def test_requests_that_end_after_stop_ms_do_not_count(stop_ms, completed, tokens, prefilled, clock):
     rows = [(0, 8, 4), (10, 8, 4), (30, 8, 30)]
     report = play(rows, num_gpu_blocks=100, options={"stop_ms": stop_ms})
     figures = report.to_json()
@@ -184,10 +182,8 @@ def test_ends_after_the_clock_stops_do_not_count(stop_ms, completed, tokens, pre
 
 
 @pytest.mark.parametrize(("concurrency", "stop_ms"), [(None, None), (2, None), (None, 50)])
-def test_a_request_without_a_session_is_named_by_its_row_where_sessions_are(concurrency, stop_ms):
-    """So it is in an open loop too, if the trace has a session of two turns, whether or not the second one is
-    reached.
-    """
+def test_in_a_trace_with_sessions_a_request_without_one_is_named_by_its_row(concurrency, stop_ms):
+    """Also in an open loop whose trace has a session of two turns, even if the second turn is not reached."""
     rows = [
         TraceRequest(0, 8, 4, (1, 2), "a"),
         TraceRequest(100, 8, 4, (3, 4), "a"),
@@ -198,32 +194,30 @@ def test_a_request_without_a_session_is_named_by_its_row_where_sessions_are(conc
     assert named == {(row["session_id"], row["turn_index"]) for row in report.per_request()}
 
 
-def test_an_engine_of_sglang_that_can_do_nothing_is_stalled_before_the_clock_stops():
-    """Whatever else would happen, as in the original: here is no room for the second prompt with its output."""
+def test_an_sglang_engine_without_progress_stalls_before_stop_ms():
+    """As in the original, whatever else would happen; the second prompt with its output has no room here."""
     rows = [(0, 8, 2), (0, 40, 8), (300, 8, 2)]
     with pytest.raises(EngineStalled) as caught:
         play(rows, count=2, backend="sglang", size=8, num_gpu_blocks=6, options={"stop_ms": 200})
     assert caught.value.now_ms < 200
 
 
-def test_a_pass_of_sglang_computes_prompts_or_generates():
+def test_an_sglang_pass_either_computes_prompts_or_generates_tokens():
     report = play([(0, 8, 6), (20, 8, 2)], backend="sglang", num_gpu_blocks=100)
     first, second = times(report)
     assert (first[0], first[-1]) == (16.622914, 70.446501)
     assert second == [40.188022, 48.435421]
 
 
-def test_requests_of_sglang_without_output_are_done_before_the_others_of_their_pass():
-    """So their pages are the older ones, and go first: the third request takes one of the second's, none of the
-    first's.
-    """
+def test_sglang_requests_without_output_end_before_the_others_of_their_pass():
+    """Their pages are older and evicted first: the third request evicts a page of the second, none of the first."""
     rows = [(0, 8, 1, 10), (0, 8, 0, 20), (100, 12, 1, 30), (200, 12, 1, 10)]
     last = play(rows, backend="sglang", num_gpu_blocks=6).requests[3]
     assert (last.reused_tokens, rounded(last.token_ms)) == (8, [216.56216])
 
 
-def test_sglang_puts_its_queue_in_order_in_passes_that_admit_nothing_too():
-    """The last request goes before the one that waits with a chunk, as it did while more of its prompt was cached."""
+def test_sglang_sorts_its_queue_even_in_passes_that_admit_no_request():
+    """The last request overtakes the one that waits with a chunk, because more of its prompt was cached when sorted."""
     rows = [(0, 8, 0, 2), (0, 8, 8, 1), (0, 2, 3, 1), (0, 5, 0, 3), (73, 8, 2, 2)]
     requests = [TraceRequest(at, prompt, output, (name,)) for at, prompt, output, name in rows]
     sglang = {"schedule_policy": "lpm", "chunked_prefill_size": 8}
@@ -232,13 +226,13 @@ def test_sglang_puts_its_queue_in_order_in_passes_that_admit_nothing_too():
     assert (round(waited.ended_ms, 6), rounded(last.token_ms)) == (227.816678, [156.151793, 186.857496])
 
 
-def test_later_chunks_of_sglang_reuse_nothing():
+def test_later_chunks_of_an_sglang_prompt_reuse_no_tokens():
     sglang = {"chunked_prefill_size": 8}
     request = play([(0, 20, 1)], backend="sglang", sglang=sglang).requests[0]
     assert (rounded(request.token_ms), request.reused_tokens) == ([49.807988], 0)
 
 
-def test_ranks_run_in_lock_step():
+def test_the_ranks_of_a_worker_run_in_lock_step():
     report = play([(0, 8, 4), (10, 8, 4), (20, 8, 4)], dp_size=2, num_gpu_blocks=100)
     assert report.run.served_by == (0, 1, 0)
     second = report.requests[1]
@@ -246,8 +240,8 @@ def test_ranks_run_in_lock_step():
     assert [row["routing_history"][0]["dp_rank"] for row in report.per_request()] == [0, 1, 0]
 
 
-def test_a_prompt_is_put_off_whatever_part_of_it_the_budget_leaves():
-    """The third prompt could have the one token that decode leaves of the budget, in a pass that defers prefills."""
+def test_a_pass_that_defers_prefills_defers_a_prompt_even_if_the_budget_has_room():
+    """The pass defers prefills, although decode leaves one token of the budget for the third prompt."""
     report = play(
         [(0, 2, 20), (0, 2, 20), (11.5, 6, 2)],
         dp_size=2,
@@ -260,13 +254,13 @@ def test_a_prompt_is_put_off_whatever_part_of_it_the_budget_leaves():
     assert (third.admitted_ms, third.token_ms) == (13.0, [84.0, 85.0])
 
 
-def test_engines_that_are_not_whole_workers_are_refused():
+def test_an_incomplete_set_of_ranks_is_refused():
     engines = [MockEngine(args_of(2)) for _ in range(3)]
     with pytest.raises(ValueError, match=r"engines are the ranks of workers, dp_size=2 each"):
         replay(trace_of((0, 8, 1)), engines, trace_block_size=4)
 
 
-def test_a_chunk_of_less_than_a_token_a_rank_is_refused():
+def test_a_chunk_smaller_than_one_token_per_rank_is_refused():
     args = args_of(3, backend="sglang", block_size=1, sglang={"chunked_prefill_size": 2})
     with pytest.raises(ValueError, match=r"sglang.chunked_prefill_size must be at least dp_size, 3"):
         MockEngine(args)
@@ -279,7 +273,7 @@ def test_events_are_published_when_a_pass_ends():
 
 
 @pytest.mark.parametrize("backend", ["lineage", "hash_cache", "sglang"])
-def test_a_backend_that_1_6_1_has_not_is_refused(backend):
+def test_a_backend_unknown_to_1_6_1_is_refused(backend):
     kind = "sglang" if "sglang" in backend else "vllm"
     hint = r" \(of a test: @pytest.mark.kv_backends\('\w+'\)\)$"
     with pytest.raises(
@@ -292,7 +286,7 @@ def test_a_backend_that_1_6_1_has_not_is_refused(backend):
     "field",
     [{"max_model_len": 9}, {"prefill_schedule_interval": 2}, {"kv_transfer_timing_mode": "destination_missing"}],
 )
-def test_arguments_of_1_6_1_are_refused_by_engines_that_follow_another_release(field):
+def test_arguments_of_1_6_1_are_refused_by_engines_of_other_semantics(field):
     with pytest.raises(
         ValueError, match=r"is an argument of 1.6.1; this engine follows 1.2.1 \(semantics='1.6.1' has it\)$"
     ):
@@ -300,8 +294,8 @@ def test_arguments_of_1_6_1_are_refused_by_engines_that_follow_another_release(f
     assert MockEngine(MockEngineArgs(block_size=4, **field), backend="vllm")
 
 
-def test_an_engine_that_is_stuck_is_an_error():
-    with pytest.raises(EngineStalled):  # it fits, and is never admitted: its room must be more than it takes
+def test_a_request_that_is_never_admitted_stalls_the_engine():
+    with pytest.raises(EngineStalled):  # it fits but is never admitted: the free room must exceed what it takes
         play([(0, 8, 4)], backend="sglang", num_gpu_blocks=3)
 
 
@@ -312,7 +306,7 @@ def test_an_engine_that_is_stuck_is_an_error():
     size=st.sampled_from((1, 2, 4)),
     caching=st.booleans(),
 )
-def test_pages_of_the_newer_sglang_are_free_cached_or_held(seed, blocks, size, caching):
+def test_pages_of_the_sglang_mock_of_1_6_are_free_cached_or_held(seed, blocks, size, caching):
     from random import Random
 
     rng = Random(seed)

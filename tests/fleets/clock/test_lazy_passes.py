@@ -1,8 +1,7 @@
-"""Engines that run passes in one go, beside the same engines pass by pass: nobody can tell them apart by what they did.
+"""Engines that run passes in one go give the same results as engines that run them one by one.
 
-Each random world is run in three ways. "detailed": somebody listens to each pass, so that each is run by itself, which
-is the oracle. "heard": events go somewhere. "unheard": nobody is told anything, so that an engine may run ahead as far
-as it likes.
+Each random world is run in three ways. "detailed", the oracle: a listener forces each pass to run separately. "heard":
+a sink receives the events. "unheard": there is no sink or listener, so an engine may run ahead without limit.
 """
 
 from random import Random
@@ -18,7 +17,7 @@ from pytest_kvmock.fleets.clock.engine_request import EngineRequest
 from pytest_kvmock.servers.serve.text import Letters
 
 BY_VLLM = [name for name in EACH if BACKENDS[name].scheduler in ("vllm", "trtllm")]
-"""The backends whose engines vLLM's scheduler schedules; TensorRT-LLM's is one of its kind."""
+"""The backends with vLLM's scheduler, or TensorRT-LLM's, which is of the same kind."""
 
 WAYS = ("detailed", "heard", "unheard")
 
@@ -39,7 +38,7 @@ OF_REQUEST = (
 
 
 class World:
-    """A random world over one backend: sizes, and requests some of which share prefixes.
+    """A random world over one backend: sizes, and requests that partly share prefixes.
 
     Args:
         backend: of all its engines.
@@ -62,7 +61,7 @@ class World:
         self.prefixes = [[rng.getrandbits(17) for _ in range(6 * self.size)] for _ in range(3)]
 
     def engine(self, way, heard, seed=0, **fields):
-        """An engine of this world, run in one of the ways; `heard` gets its events, unless nobody is told."""
+        """Return an engine of this world for one of the ways; `heard` collects its events, except when unheard."""
         args = MockEngineArgs(block_size=self.size, num_gpu_blocks=self.blocks, **self.fields | fields)
         sink = None if way == "unheard" else lambda event: heard.append((event.event_id, event.data))
         engine = MockEngine(args, backend=self.backend, seed=seed, sink=sink)
@@ -71,9 +70,7 @@ class World:
         return engine
 
     def prompt(self):
-        """A prompt of tokens, or of hashes and a last block that is not full: then what it generates has random
-        names.
-        """
+        """Return a prompt of tokens, or of hashes with a partial last block, whose output then has random names."""
         rng, size = self.rng, self.size
         if self.takes_hashes and rng.random() < 0.7:
             blocks = self.prefixes[rng.randrange(3)][: rng.randint(1, 5)]
@@ -82,21 +79,21 @@ class World:
         return Prompt([*head, *(rng.getrandbits(17) for _ in range(rng.randint(0, 9)))])
 
     def output(self):
-        """How many tokens a request generates: few, about a block, or many."""
+        """Return a number of output tokens: few, about one block, or many."""
         return self.rng.choice([1, 2, self.size, self.rng.randint(1, 5 * self.size)])
 
     def moment(self, before):
-        """A moment that is not before another."""
+        """Return a random time that is not before `before`."""
         return before + self.rng.choice([0.0, 1.0, 30.0, self.rng.uniform(0, 300)])
 
 
 def rows(requests):
-    """What is known of each request, the names of its blocks among it."""
+    """Return the state of each request, including its block names."""
     return [(*(getattr(each, name) for name in OF_REQUEST), list(each.blocks)) for each in requests]
 
 
 def state(engine):
-    """What an engine's caches hold, in the order in which they would be evicted, and what it counts."""
+    """Return an engine's cached blocks in eviction order, and its counters."""
     manager = engine.worker.manager
     return (
         sorted(manager.resident()),
@@ -110,9 +107,7 @@ def state(engine):
 
 
 def agree(run):
-    """Run a world in each way; what came out and the state are the same in all, and events where somebody hears
-    them.
-    """
+    """Assert that a world gives the same results and state in every way, and the same events where a sink exists."""
     (seen, events), (seen_heard, events_heard), (seen_unheard, _) = map(run, WAYS)
     assert seen == seen_heard
     assert events == events_heard
@@ -123,7 +118,7 @@ def agree(run):
 
 
 def program(world, steps=14):
-    """What is done to one engine: requests, time that passes, some called off, and the worker restarts or is closed."""
+    """Return the steps for one engine: requests, elapsed time, aborts, restarts of the worker, and a close."""
     rng, now, made = world.rng, 0.0, []
     for number in range(steps):
         now = world.moment(now)
@@ -148,7 +143,7 @@ def program(world, steps=14):
 
 
 def play(world, steps, way):
-    """Do to an engine what a program says; looks after each step at all that can be seen."""
+    """Play a program on an engine and record its visible state after each step."""
     heard, seen = [], []
     engine = world.engine(way, heard)
     for what, *rest in steps:
@@ -178,7 +173,7 @@ def play(world, steps, way):
 
 @pytest.mark.parametrize("backend", BY_VLLM)
 @pytest.mark.parametrize("seed", seeds(24))
-def test_an_engine_that_skips_passes_serves_like_one_that_runs_each(backend, seed):
+def test_an_engine_that_skips_passes_equals_one_that_runs_each_pass(backend, seed):
     world = World(backend, seed)
     steps = program(world)
     agree(lambda way: play(world, steps, way))
@@ -188,7 +183,7 @@ def test_an_engine_that_skips_passes_serves_like_one_that_runs_each(backend, see
 
 
 def trace(world, count=14):
-    """Requests of a replay: of hashes, as its traces have them."""
+    """Return the requests of a replay, with hash ids as in its traces."""
     rng, now, made = world.rng, 0.0, []
     for _ in range(count):
         now = world.moment(now)
@@ -198,7 +193,7 @@ def trace(world, count=14):
 
 
 def replayed(world, requests, way, prefill, decode, **options):
-    """Replay requests; prefill engines hand over to those that decode, where there are any."""
+    """Replay requests; prefill engines, if any, hand over to decode engines."""
     heard = []
     kinds = ["prefill"] * prefill + ["decode" if prefill else "aggregated"] * decode
     made = [
@@ -217,7 +212,7 @@ def replayed(world, requests, way, prefill, decode, **options):
 
 @pytest.mark.parametrize("backend", BY_VLLM)
 @pytest.mark.parametrize("seed", seeds(8))
-def test_several_engines_on_one_clock_agree_pass_by_pass_and_in_one_go(backend, seed):
+def test_engines_on_one_clock_agree_pass_by_pass_and_in_one_go(backend, seed):
     world = World(backend, seed)
     options = {"concurrency": world.rng.choice([None, None, 5]), "stop_ms": world.rng.choice([None, None, 600.0])}
     engines, requests = world.rng.choice([1, 3]), trace(world)
@@ -236,7 +231,7 @@ def test_engines_that_hand_over_agree_pass_by_pass_and_in_one_go(backend, seed):
 
 
 def routed(world, requests, happens, router, *, plans):
-    """A fleet to whose workers things happen; returns its report and every event that its router heard, with when."""
+    """Run a fleet with incidents; return its report and every event that its router received, with its time."""
     heard = []
 
     engines = [world.engine("unheard", None, at) for at in range(3)]
@@ -247,7 +242,7 @@ def routed(world, requests, happens, router, *, plans):
     report = fleet.run(requests)
     state_of = [state(each) for each in fleet.engines.values()]
     for lost in (each for each in report.requests if each.status != "finished"):
-        lost.computed_tokens = None  # the pass that is lost with a crash was computed, or was planned
+        lost.computed_tokens = None  # the pass lost in a crash was either computed or only planned
     return report.to_json(), report.per_request(), report.picks, rows(report.requests), state_of, heard
 
 
@@ -257,8 +252,7 @@ def test_a_fleet_with_crashes_restarts_and_joins_agrees_pass_by_pass_and_in_one_
     world = World(backend, seed)
     rng, now, requests = world.rng, 0.0, []
     restarts = rng.random() < 0.5
-    # The pass that is lost with a restart may have drawn a name already, or is planned and has not: so those drawn
-    # later differ.
+    # The pass lost in a restart may have drawn a name already, or was only planned; later names then differ.
     world.takes_hashes &= not restarts
     for _ in range(16):
         now = world.moment(now)
@@ -276,7 +270,7 @@ def test_a_fleet_with_crashes_restarts_and_joins_agrees_pass_by_pass_and_in_one_
 @pytest.mark.parametrize("count", [0, 1, 2, 63, 64, 65, 1000])
 @pytest.mark.parametrize("planned", [{}, {2: 7, 64: 9}], ids=["none", "planned"])
 @pytest.mark.parametrize("source", [Random, Letters])
-def test_tokens_that_are_drawn_at_once_are_those_that_are_drawn_one_by_one(source, planned, count):
+def test_tokens_drawn_at_once_equal_tokens_drawn_one_by_one(source, planned, count):
     at_once, one_by_one = (
         EngineRequest(None, None, Prompt((1,)), 1, 2000, rng=source(count), planned=planned) for _ in range(2)
     )

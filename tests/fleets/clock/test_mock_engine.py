@@ -1,4 +1,4 @@
-"""A mock engine: requests in; passes, tokens, events and a report out."""
+"""Mock engines: requests in; passes, tokens, events and a report out."""
 
 import pytest
 
@@ -22,7 +22,7 @@ def tokens(count, first=0):
 # ------------------------------------------------------------------------------------------------------- one request
 
 
-def test_an_engine_is_that_of_dynamo_by_default():
+def test_an_engine_has_the_sizes_and_backend_of_dynamo_by_default():
     engine = MockEngine()
     assert engine.metrics.total_blocks == 16384
     assert engine.worker.manager.block_size == 64
@@ -47,7 +47,7 @@ def test_a_request_goes_from_waiting_to_finished():
     assert len(request.token_ms) == 3
 
 
-def test_a_pass_reports_its_work():
+def test_a_pass_reports_its_scheduled_requests_and_times():
     engine = engine_of()
     first, second = engine.submit(tokens(8), 2), engine.submit(tokens(12), 1)
     done = engine.step()
@@ -60,7 +60,7 @@ def test_a_pass_reports_its_work():
     done = engine.step()
     assert ([first], [9]) == (done.generated, done.decode_lengths)
     assert done.prefill_ms == 0.0
-    metrics = engine.step().to_json(worker_id=3, dp_rank=1, counter_id=7)  # nothing is open any more
+    metrics = engine.step().to_json(worker_id=3, dp_rank=1, counter_id=7)  # no request is open
     assert tuple(
         metrics[key] for key in ("worker_id", "dp_rank", "counter_id", "num_decode_requests", "wall_time_secs")
     ) == (3, 1, 7, 0, 0.0)
@@ -90,7 +90,7 @@ def test_forward_pass_metrics_have_the_keys_of_dynamo():
     )
 
 
-def test_reasoning_frames_the_thinking_tokens():
+def test_reasoning_encloses_the_thinking_tokens_in_start_and_end_tokens():
     engine = engine_of(
         reasoning={"start_thinking_token_id": 7, "end_thinking_token_id": 8, "thinking_ratio": 0.5},
     )
@@ -102,7 +102,7 @@ def test_reasoning_frames_the_thinking_tokens():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_step_by_step_and_in_one_go_are_the_same(backend):
+def test_stepping_and_running_give_the_same_report_and_events(backend):
     reports, events = [], []
     for stepwise in (False, True):
         sink = CapturingSink()
@@ -120,7 +120,7 @@ def test_step_by_step_and_in_one_go_are_the_same(backend):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_two_engines_with_the_same_seed_publish_the_same(backend):
+def test_two_engines_with_the_same_seed_publish_the_same_events(backend):
     streams = []
     for seed in (1, 1, 2):
         sink = CapturingSink()
@@ -146,7 +146,7 @@ def test_run_stops_before_a_pass_that_would_start_too_late():
     assert len(report.completed) == 1
 
 
-def test_run_waits_for_arrivals_and_no_longer_than_asked():
+def test_run_waits_for_arrivals_until_the_given_time():
     engine = engine_of()
     request = engine.submit(tokens(8), 1, arrival_ms=500.0)
     assert engine.metrics.arriving == 1
@@ -181,7 +181,7 @@ def test_a_request_that_arrives_during_a_pass_waits_for_its_end():
     assert end == late.admitted_ms
 
 
-def test_requests_of_one_moment_are_one_batch():
+def test_requests_that_arrive_at_the_same_time_are_batched():
     engine = engine_of()
     for first in (0, 100):
         engine.submit(tokens(8, first), 1)
@@ -200,7 +200,7 @@ def test_a_listener_sees_each_pass():
 # ------------------------------------------------------------------------------------------------- preemption, aborts
 
 
-def test_a_preempted_request_waits_in_front_and_keeps_its_tokens():
+def test_a_preempted_request_waits_at_the_front_and_keeps_its_tokens():
     engine = engine_of(num_gpu_blocks=6, max_num_batched_tokens=12)
     first, second, third = (engine.submit(tokens(8, first), 6) for first in (0, 100, 200))
     while not engine.metrics.preemptions:
@@ -217,7 +217,7 @@ def test_a_preempted_request_waits_in_front_and_keeps_its_tokens():
     )
 
 
-def test_eight_identical_requests_on_six_blocks_end():
+def test_eight_identical_requests_complete_on_six_blocks():
     engine = engine_of(num_gpu_blocks=6, max_num_batched_tokens=12)
     for _ in range(8):
         engine.submit([42] * 8, 6)
@@ -226,7 +226,7 @@ def test_eight_identical_requests_on_six_blocks_end():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_an_aborted_request_leaves_nothing_behind(backend):
+def test_an_aborted_request_frees_all_its_blocks(backend):
     engine = engine_of(backend)
     running, waiting = engine.submit(tokens(8), 20), engine.submit(tokens(8, 50), 20, arrival_ms=1e6)
     engine.step()
@@ -255,7 +255,7 @@ def test_prefix_blocks_are_stored_when_the_pass_starts():
     assert len(sink.events) == 1
 
 
-def test_events_may_be_held_until_the_pass_ends():
+def test_events_can_be_held_until_the_pass_ends():
     sink = CapturingSink()
     engine = engine_of(sink=sink, events_visible="pass_end")
     engine.submit(tokens(8), 1)
@@ -266,7 +266,7 @@ def test_events_may_be_held_until_the_pass_ends():
 
 
 @pytest.mark.parametrize("fields", [{"enable_prefix_caching": False}, {"worker_type": "decode"}])
-def test_without_prefix_caching_or_as_decode_worker_nothing_is_published(fields):
+def test_an_engine_without_prefix_caching_or_for_decode_publishes_nothing(fields):
     sink = CapturingSink()
     engine = engine_of(sink=sink, **fields)
     engine.submit(tokens(8), 9)
@@ -274,7 +274,7 @@ def test_without_prefix_caching_or_as_decode_worker_nothing_is_published(fields)
     assert sink.events == []
 
 
-def test_token_ids_travel_with_the_events():
+def test_engine_events_carry_token_ids():
     sink = CapturingSink()
     engine = engine_of(sink=sink)
     engine.submit(tokens(8), 1)
@@ -285,7 +285,7 @@ def test_token_ids_travel_with_the_events():
 # ------------------------------------------------------------------------------------------------------- its worker
 
 
-def test_requests_of_an_engine_are_those_of_its_worker():
+def test_requests_of_an_engine_are_requests_of_its_worker():
     engine = engine_of()
     request = engine.submit(tokens(8), 5)
     assert [request] == engine.worker.requests
@@ -309,20 +309,20 @@ def test_a_restart_empties_the_engine():
     assert (after.status, after.cached_tokens) == ("finished", 0)
 
 
-def test_a_worker_has_one_engine():
+def test_a_worker_can_have_only_one_engine():
     engine = engine_of()
     with pytest.raises(ValueError, match=r"is used by <MockEngine vllm over lineage at 0 ms>; a worker has one engine"):
         MockEngine(engine.args, worker=engine.worker)
 
 
-def test_the_sizes_of_worker_and_arguments_are_the_same():
+def test_sizes_that_contradict_those_of_the_worker_are_refused():
     spec = backend_spec("lineage")
     worker = KvWorker(lambda sink: spec.make(num_blocks=9, block_size=4, dp_rank=0, sink=sink))
     with pytest.raises(ValueError, match=r"num_gpu_blocks=8, and <KvWorker 0 .*> was made with 9; they must be equal"):
         MockEngine(MockEngineArgs(num_gpu_blocks=8, block_size=4), worker=worker)
 
 
-def test_closing_frees_the_blocks_that_were_reserved_for_a_prompt_computed_elsewhere():
+def test_closing_an_engine_frees_blocks_reserved_for_an_external_prompt():
     engine = engine_of("vllm", worker_type="decode")
     serve = engine.worker.serve(tokens(8))
     request = engine.inside.expect(Prompt(tokens(18)), 3, 0.0)
@@ -334,7 +334,7 @@ def test_closing_frees_the_blocks_that_were_reserved_for_a_prompt_computed_elsew
 
 def test_an_invalid_driver_for_schedulers_is_refused():
     class OldDriver:
-        """What a backend of a user may have: a driver of workers only."""
+        """A driver as a custom backend may have: it drives workers only."""
 
         powers = Powers()
 
@@ -366,7 +366,7 @@ def test_an_invalid_driver_for_schedulers_is_refused():
         ((tokens(8), 1), {"priority": "high"}, "priority must be an integer, got 'high'"),
     ],
 )
-def test_a_wrong_request_is_refused_and_nothing_changes(arguments, options, message):
+def test_an_invalid_request_is_refused_and_changes_nothing(arguments, options, message):
     engine = engine_of()
     engine.submit(tokens(4), 1, arrival_ms=40.0)
     with pytest.raises(ValueError, match=message):
@@ -376,7 +376,7 @@ def test_a_wrong_request_is_refused_and_nothing_changes(arguments, options, mess
 
 
 @pytest.mark.parametrize(("prompt", "output", "fits"), [(36, 4, True), (37, 4, False), (40, 1, False), (44, 1, False)])
-def test_what_can_never_fit_is_refused(prompt, output, fits):
+def test_a_request_that_can_never_fit_is_refused(prompt, output, fits):
     engine = engine_of(num_gpu_blocks=10)
     if fits:
         engine.submit(tokens(prompt), output)
@@ -390,7 +390,7 @@ def test_what_can_never_fit_is_refused(prompt, output, fits):
     assert engine.is_idle
 
 
-def test_a_prompt_that_no_budget_admits_is_a_named_error():
+def test_a_prompt_beyond_the_budget_without_chunking_stalls_the_engine():
     engine = engine_of(max_num_batched_tokens=8, enable_chunked_prefill=False)
     engine.submit(tokens(12), 1)
     with pytest.raises(
@@ -407,14 +407,14 @@ def test_a_prompt_of_many_passes_is_not_a_stall():
 
 
 @pytest.mark.parametrize("until", [-1.0, float("nan"), float("inf"), "now", True])
-def test_a_wrong_moment_is_refused(until):
+def test_an_invalid_until_ms_is_refused(until):
     engine = engine_of()
     with pytest.raises(ValueError, match=r"until_ms must be a finite number of at least 0 "):
         engine.run(until)
 
 
-def test_to_run_until_a_moment_that_is_past_does_nothing():
-    """A pass may go beyond the moment that was asked for; who follows arrivals need not look."""
+def test_running_until_a_past_time_does_nothing():
+    """A pass may end after `until_ms`, so a caller that follows arrivals need not check the time."""
     engine = engine_of()
     engine.submit(tokens(8), 3)
     engine.run(until_ms=1.0)
@@ -457,7 +457,7 @@ def test_a_prefill_model_that_fails_loses_no_request(engine_type, backend):
     assert (engine.metrics.active_blocks, engine.worker.requests) == (0, [])
 
 
-def test_a_decode_model_that_fails_leaves_no_token_half_done():
+def test_a_decode_model_that_fails_leaves_no_partial_token():
     answers = iter([5.0, None, 5.0, 5.0])
     engine = engine_of(performance_model=(5.0, lambda *asked: next(answers)))
     engine.on_pass(lambda done: None)  # pass by pass
@@ -488,7 +488,7 @@ def test_a_prompt_of_many_small_chunks_is_not_a_stall_over_sglang():
 
 
 @pytest.mark.parametrize("backend", ["lineage", "hash_cache"])
-def test_what_waits_with_a_part_of_its_blocks_frees_them_when_it_is_aborted(backend):
+def test_an_aborted_waiting_request_frees_the_blocks_that_it_already_has(backend):
     engine = engine_of(backend, num_gpu_blocks=8)
     held = engine.worker.prefill(tokens(24))
     request = engine.submit([*tokens(8), *tokens(8, 900)], 2)
@@ -498,7 +498,7 @@ def test_what_waits_with_a_part_of_its_blocks_frees_them_when_it_is_aborted(back
     assert engine.metrics.active_blocks == 0
 
 
-def test_a_request_that_will_not_come_delays_no_other():
+def test_an_aborted_or_lost_future_request_does_not_delay_later_ones():
     engine = engine_of()
     engine.submit(tokens(8), 1, arrival_ms=1000.0).abort()
     assert engine.submit(tokens(8), 1).arrival_ms == 0.0
@@ -507,7 +507,7 @@ def test_a_request_that_will_not_come_delays_no_other():
     assert engine.submit(tokens(8), 1, arrival_ms=5.0).arrival_ms == 5.0
 
 
-def test_a_pass_is_started_and_finished_in_turn():
+def test_start_pass_and_finish_pass_must_alternate():
     engine = engine_of()
     with pytest.raises(RequestError, match=r"finish_pass while no pass of .* is under way"):
         engine.inside.finish_pass()
@@ -527,12 +527,12 @@ def test_an_engine_aborts_only_its_own_open_requests():
 
 
 @pytest.mark.parametrize("wrong", [{"args": {"block_size": 4}}, {"worker": 3}])
-def test_a_value_that_is_not_an_argument_of_an_engine_is_refused(wrong):
+def test_arguments_of_the_wrong_type_are_refused(wrong):
     with pytest.raises(ValueError, match=r"(args must be MockEngineArgs|worker must be a KvWorker, or None), got "):
         MockEngine(**wrong)
 
 
-def test_a_worker_that_an_engine_could_not_use_is_free_for_another():
+def test_a_worker_refused_by_one_engine_can_be_used_by_another():
     worker = KvWorker(lambda sink: backend_spec("lineage").make(num_blocks=9, block_size=4, dp_rank=0, sink=sink))
     with pytest.raises(ValueError, match="engine_type 'sglang' schedules over a radix cache"):
         MockEngine(MockEngineArgs(num_gpu_blocks=9, block_size=4, engine_type="sglang"), worker=worker)
@@ -541,7 +541,7 @@ def test_a_worker_that_an_engine_could_not_use_is_free_for_another():
     assert len(engine.run().completed) == 1
 
 
-def test_a_worker_that_is_watched_keeps_the_driver_of_its_engine():
+def test_watching_a_worker_keeps_the_driver_of_its_engine():
     engine = engine_of(num_gpu_blocks=64, worker_type="decode")
     seen = CapturingSink()
     engine.worker.watch(seen)

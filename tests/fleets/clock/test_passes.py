@@ -1,4 +1,4 @@
-"""Passes as stages of a run: they start, are planned, and a plan is cut where something happens to its engine."""
+"""Passes as stages of a run: they start, are planned, and a plan ends early when its engine changes."""
 
 import math
 
@@ -9,7 +9,7 @@ from pytest_kvmock.fleets.clock.passes import EngineRun, Passes
 
 
 class Decoding(EngineRun):
-    """One engine, whose passes take 10 ms each; requests are given to it by hand."""
+    """One engine with passes of 10 ms each; tests submit its requests directly."""
 
     def __init__(self):
         super().__init__(0.0)
@@ -20,14 +20,14 @@ class Decoding(EngineRun):
         self.passes.add([self.engine])
         self.request = self.give(output=14)
         self.do(self.passes.start)
-        self.end(10.0)  # the prompt is computed, and the next 12 passes are one plan
+        self.end(10.0)  # one pass for the prompt; the next 12 passes are one plan
         self.do(self.passes.start)
 
     next_ms = property(lambda self: self.passes.next_ms)
 
     @property
     def token_ms(self):
-        """When tokens came out of its request, which is looked at."""
+        """The token times of its request; reading them brings the plan up to date."""
         self.engine.catch_up()
         return self.request.token_ms
 
@@ -57,7 +57,7 @@ class Decoding(EngineRun):
         self.do(self.passes.end)
 
 
-def test_passes_that_only_decode_are_one_plan():
+def test_consecutive_decode_passes_are_one_plan():
     run = Decoding()
     assert run.next_ms == 130.0
     run.end(130.0)
@@ -66,8 +66,8 @@ def test_passes_that_only_decode_are_one_plan():
 
 
 @pytest.mark.parametrize(("now_ms", "end_ms"), [(51.0, 60.0), (60.0, 60.0)])
-def test_a_request_cuts_a_plan_behind_the_pass_under_way(now_ms, end_ms):
-    """One that would start at that moment has not begun: it computes the prompt that has come."""
+def test_a_new_request_ends_a_plan_after_the_current_pass(now_ms, end_ms):
+    """A pass that would start at that time has not begun, so it computes the new prompt."""
     run = Decoding()
     run.now_ms = now_ms
     other = run.give()
@@ -75,10 +75,10 @@ def test_a_request_cuts_a_plan_behind_the_pass_under_way(now_ms, end_ms):
     run.end(end_ms)
     assert (run.token_ms[-1], run.recorded) == (end_ms, 6)
     run.do(run.passes.start)
-    assert other.token_ms == [end_ms + 20.0]  # prefill, and decode of the first
+    assert other.token_ms == [end_ms + 20.0]  # prefill, and decode of the first request
 
 
-def test_a_lost_engine_has_published_only_finished_passes():
+def test_a_lost_engine_has_recorded_only_its_finished_passes():
     run = Decoding()
     run.now_ms = 55.0
     run.passes.lose(run.engine, run.now_ms)

@@ -40,7 +40,7 @@ def test_in_a_closed_loop_a_request_arrives_when_another_is_done():
     assert first.token_ms[-1] == third.arrival_ms == fourth.arrival_ms
 
 
-def test_the_next_turn_of_a_session_waits_for_the_one_before():
+def test_the_next_turn_of_a_session_waits_for_the_previous_turn():
     report = replay(
         [
             request(0.0, [1, 2], 2, session_id="chat"),
@@ -55,8 +55,8 @@ def test_the_next_turn_of_a_session_waits_for_the_one_before():
     assert [each.cached_tokens for each in report.requests] == [0, 8, 12]
 
 
-def test_the_worked_example_of_a_session():
-    """Reference 3.11: 8 tokens and 2 outputs, then after a delay of 50 a turn of 12 tokens, 8 of them cached."""
+def test_a_session_of_two_turns_has_the_duration_of_the_worked_example():
+    """Reference 3.11: 8 tokens and 2 outputs; after a delay of 50 ms a turn of 12 tokens, 8 of them cached."""
     report = replay(
         [request(0.0, [1, 2], 2, session_id="s"), request(None, [1, 2, 3], 1, session_id="s", delay=50.0)],
         [engine()],
@@ -73,8 +73,8 @@ def test_the_worked_example_of_a_session():
         (False, {"engine_type": "sglang"}, "sglang"),
     ],
 )
-def test_one_engine_in_a_closed_loop_takes_a_turn_when_its_pass_ends(on_time, fields, backend):
-    """Live: the original's loop for one engine looks at the clock between passes, up to 1.6."""
+def test_before_1_6_a_single_engine_in_a_closed_loop_takes_a_turn_when_its_pass_ends(on_time, fields, backend):
+    """Recorded live: before 1.6 the original's loop for one engine checks the clock only between passes."""
     long = request(0.0, [9], 20)
     turns = [request(0.0, [1], session_id="s"), request(None, [1, 2], session_id="s", delay=30.0)]
     engines = [MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=100, **fields), backend=backend)]
@@ -84,7 +84,7 @@ def test_one_engine_in_a_closed_loop_takes_a_turn_when_its_pass_ends(on_time, fi
     assert (ready if on_time else pass_end) == second.arrival_ms
 
 
-def test_ids_are_hashes_or_become_the_tokens_of_the_loader():
+def test_hash_ids_are_hashes_unless_a_trace_block_size_makes_tokens_of_them():
     by_hashes = replay([request(0.0, [1, 2]), request(0.0, [1, 3])], [engine()])
     by_tokens = replay([request(0.0, [1, 2]), request(0.0, [1, 3])], [engine()], trace_block_size=4)
     assert by_hashes.to_json() == by_tokens.to_json()
@@ -92,12 +92,12 @@ def test_ids_are_hashes_or_become_the_tokens_of_the_loader():
     assert tuple(by_tokens.requests[0].prompt.tokens) == (1, 1, 1, 1, 2, 2, 2, 2)
 
 
-def test_a_trace_with_tokens_keeps_them_where_an_id_is_a_block_of_the_engines():
+def test_a_trace_with_tokens_keeps_them_if_an_id_is_one_block():
     trace = [TraceRequest(0.0, 7, 1, (1, 2), with_tokens=True)]
     assert tuple(replay(trace, [engine()]).requests[0].prompt.tokens) == (1, 1, 1, 1, 2, 2, 2)
 
 
-def test_ids_of_another_size_than_a_block_become_tokens():
+def test_ids_of_another_block_size_become_tokens():
     engines = [MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=20))]
     requests = [TraceRequest(0.0, 20, 3, (1, 2, 3)), TraceRequest(1.0, 24, 3, (1, 2, 3))]
     report = replay(requests, engines, concurrency=1, trace_block_size=8)
@@ -108,7 +108,7 @@ def test_ids_of_another_size_than_a_block_become_tokens():
         replay(requests, [engine()])
 
 
-def test_a_prompt_larger_than_all_blocks_is_rejected_by_1_6_1():
+def test_a_prompt_larger_than_the_pool_is_rejected_by_1_6_1():
     requests = [request(0.0, range(25), 3), request(0.0, [90, 91], 2)]
     report = replay(requests, [engine(num_gpu_blocks=10, semantics="1.6.1")], concurrency=1)
     assert [each.status for each in report.requests] == ["rejected", "finished"]
@@ -118,12 +118,12 @@ def test_a_prompt_larger_than_all_blocks_is_rejected_by_1_6_1():
 
 
 @pytest.mark.parametrize(("semantics", "blocks", "output"), [("1.2.1", 25, 3), ("1.2.1", 10, 3)])
-def test_what_can_never_fit_is_a_named_error(semantics, blocks, output):
+def test_a_request_that_can_never_fit_raises_out_of_blocks_in_1_2_1(semantics, blocks, output):
     with pytest.raises(OutOfBlocks):
         replay([request(0.0, range(blocks), output)], [engine(num_gpu_blocks=10, semantics=semantics)])
 
 
-def test_what_can_never_fit_is_refused_before_anything_happens():
+def test_a_request_that_can_never_fit_is_refused_before_the_replay_starts():
     one = engine(num_gpu_blocks=10)
     trace = [request(0.0, [1, 2]), request(5.0, range(9), 5, session_id="a"), request(9.0, [3])]
     with pytest.raises(OutOfBlocks) as caught:
@@ -137,20 +137,20 @@ def test_what_can_never_fit_is_refused_before_anything_happens():
     assert (one.passes, one.now_ms, one.requests) == (0, 0.0, [])
 
 
-def test_each_engine_must_hold_each_request():
+def test_every_request_must_fit_every_engine():
     with pytest.raises(
         OutOfBlocks, match=r"requests\[0\] .* can never fit: 5 blocks are needed for .* num_gpu_blocks is 4 "
     ):
         replay([request(0.0, range(4))], [engine(), engine(num_gpu_blocks=4)])
 
 
-def test_a_livelock_of_the_original_is_a_named_error():
+def test_a_livelock_of_the_original_raises_engine_stalled():
     stuck = engine(max_num_batched_tokens=4, enable_chunked_prefill=False)
     with pytest.raises(EngineStalled):
         replay([request(0.0, [1, 2])], [stuck])
 
 
-def test_the_report_counts_what_completed():
+def test_a_report_counts_completed_requests_and_their_tokens():
     report = replay([request(0.0, [1, 2], 3), request(0.0, [1, 2], 1)], [engine()])
     figures = report.to_json()
     assert {
@@ -165,7 +165,7 @@ def test_the_report_counts_what_completed():
     assert 1000 * 4 / report.figure("duration_ms") == pytest.approx(figures["output_throughput_tok_s"])
 
 
-def test_engines_may_replay_again_and_keep_what_is_cached():
+def test_engines_can_replay_again_and_keep_their_caches():
     engines = [engine()]
     reports = [replay([request(7.0, [1, 2], 2)], engines) for _ in range(2)]
     assert [report.figure("prefix_cache_reused_ratio") for report in reports] == [0.0, 1.0]
@@ -175,7 +175,7 @@ def test_engines_may_replay_again_and_keep_what_is_cached():
 
 
 @pytest.mark.parametrize("concurrency", [None, 1])
-def test_the_clock_starts_at_the_time_of_the_engine_that_is_furthest(concurrency):
+def test_a_replay_starts_at_the_time_of_the_most_advanced_engine(concurrency):
     new, old = engine(), engine()
     old.run(until_ms=1000.0)
     trace = [request(20.0, [1, 2], 2), request(50.0, [3, 4], 2), request(120.0, [5, 6], 2)]
@@ -188,12 +188,12 @@ def test_the_clock_starts_at_the_time_of_the_engine_that_is_furthest(concurrency
     assert new.now_ms > 1000.0
 
 
-def test_engines_and_requests_may_be_iterators():
+def test_engines_and_requests_can_be_iterators():
     report = replay(iter(ONE), iter([engine(worker_type="decode")]), iter([engine(worker_type="prefill")]))
     assert [each.status for each in report.requests] == ["finished"]
 
 
-def test_a_report_of_nothing_is_all_zero():
+def test_a_report_without_requests_is_all_zero():
     figures = MockEngine().report.to_json()
     assert set(figures.values()) == {0}
 
@@ -222,7 +222,7 @@ ONE = [request(0.0, [1])]
         (ONE, 1, {"trace_block_size": 0}, "replay: trace_block_size must be an integer of at least 1"),
     ],
 )
-def test_a_wrong_argument_is_refused(requests, engines, options, message):
+def test_an_invalid_argument_of_a_replay_is_refused(requests, engines, options, message):
     with pytest.raises(ValueError, match=message):
         replay(requests, [engine() for _ in range(engines)], **options)
 
@@ -251,7 +251,7 @@ NAN, INFINITE = float("nan"), float("inf")
     ],
 )
 @pytest.mark.parametrize("concurrency", [None, 1])
-def test_a_bad_field_of_a_request_is_refused_before_anything_happens(bad, message, concurrency):
+def test_an_invalid_field_of_a_request_is_refused_before_the_replay_starts(bad, message, concurrency):
     one = engine()
     fields = {"timestamp": 6.0, "input_length": 4, "output_length": 1, "hash_ids": (2,), "session_id": "a", **bad}
     trace = [request(0.0, [1]), request(5.0, [1], session_id="a"), TraceRequest(**fields)]
@@ -260,13 +260,13 @@ def test_a_bad_field_of_a_request_is_refused_before_anything_happens(bad, messag
     assert one.requests == []
 
 
-def test_a_turn_is_not_before_the_last_one_of_its_session():
+def test_a_turn_earlier_than_the_previous_turn_of_its_session_is_refused():
     trace = [request(at, [1], session_id="a") for at in (0.0, 5.0, 4.0)]
     with pytest.raises(ValueError, match=r"requests\[2\]: timestamp must be at least 5.0, .* in session 'a', got 4.0"):
         replay(trace, [engine()])
 
 
-def test_a_session_may_begin_without_a_timestamp():
+def test_a_session_can_begin_without_a_timestamp():
     turns = [request(None, [1], session_id="a"), request(None, [1, 2], session_id="a", delay=30.0)]
     first, second = replay(turns, [engine()], concurrency=1).requests
     assert second.arrival_ms >= first.arrival_ms + 30.0
@@ -279,7 +279,7 @@ def test_a_prompt_without_tokens_is_refused():
         replay([TraceRequest(0.0, 4, 1, ())], [engine()], trace_block_size=4)
 
 
-def test_timestamps_before_0_are_those_of_any_clock():
+def test_negative_timestamps_are_accepted():
     report = replay([request(5.0, [1]), request(-10.0, [2])], [engine()])
     assert [each.arrival_ms for each in report.requests] == [0.0, 15.0]
 
@@ -296,19 +296,19 @@ def test_timestamps_before_0_are_those_of_any_clock():
         (ONE, [engine()], ["prefill"], "replay: prefill[0] must be a MockEngine, got 'prefill'"),
     ],
 )
-def test_a_wrong_type_is_refused(requests, engines, prefill, message):
+def test_a_value_of_the_wrong_type_is_refused(requests, engines, prefill, message):
     with pytest.raises(TypeError, match=re.escape(message)):
         replay(requests, engines, prefill)
 
 
 @pytest.mark.parametrize("worker_type", ["prefill", "decode"])
-def test_without_prefill_engines_serve_alone(worker_type):
+def test_without_prefill_engines_only_aggregated_engines_are_accepted(worker_type):
     message = f"engines must have worker_type='aggregated', got '{worker_type}': prefill is empty"
     with pytest.raises(ValueError, match=message):
         replay(ONE, [engine(worker_type=worker_type)])
 
 
-def test_engines_are_idle_of_one_kind_and_given_once():
+def test_busy_mixed_or_duplicate_engines_are_refused():
     one = engine()
     with pytest.raises(ValueError, match="an engine is given twice"):
         replay(ONE, [one, one])

@@ -1,4 +1,4 @@
-"""Replays recorded from ai-dynamo-runtime 1.6.1, to the bit: figures and rows."""
+"""Replays equal recordings of ai-dynamo-runtime 1.6.1 bit for bit: figures and rows."""
 
 import pytest
 from depth import few
@@ -53,7 +53,7 @@ def by_text(rows):
 
 
 def check_figures(summary, report):
-    """Figures are equal to the bit, but those that the original sums in an order of its own."""
+    """Compare figures bit for bit, except those that the original sums in another order."""
     actual = report.to_json()
     summed = {key for key in summary if key.startswith(("mean_", "std_", "gpu_hours")) or "seconds" in key}
     exact = {key: value for key, value in summary.items() if key not in summed}
@@ -63,9 +63,9 @@ def check_figures(summary, report):
 
 
 def check(run, report):
-    """Figures are those of the recording, and so are rows."""
+    """Compare figures and rows with the recording."""
     check_figures(run["summary"], report)
-    # The recording leaves out what is None; it has a few of those all the same.
+    # The recording leaves out None values, with a few exceptions.
     columns = {column for row in run["per_request"] for column in row}
     expected = [{column: row.get(column) for column in columns} for row in run["per_request"]]
     rows = [{column: row[column] for column in columns} for row in report.per_request()]

@@ -1,4 +1,4 @@
-"""Replays recorded from Dynamo's mocker 1.1.1 and 1.2.1, to the bit."""
+"""Replays equal recordings of Dynamo's mocker 1.1.1 and 1.2.1 bit for bit."""
 
 from itertools import groupby, islice
 from operator import itemgetter
@@ -26,13 +26,13 @@ def test_a_replay_equals_the_recorded_one(case, version, watched):
 
 @pytest.mark.parametrize("backend", ["lru", "multi_lru"])
 @pytest.mark.parametrize(("case", "version"), SMALL)
-def test_without_scarce_blocks_eviction_policies_do_not_matter(case, version, backend):
+def test_with_enough_blocks_every_eviction_policy_gives_the_recorded_replay(case, version, backend):
     if case["id"] != "evict_small_pool":
         check_run(case, version, backend)
 
 
 @pytest.mark.parametrize(("case", "version"), OLDEST)
-def test_hash_cache_equals_the_mocker_that_had_it(case, version):
+def test_hash_cache_equals_the_recorded_mocker_of_its_release(case, version):
     check_run(case, version, "hash_cache", semantics="1.2.1")
 
 
@@ -41,8 +41,8 @@ MOONCAKE = recorded("replay_mooncake.json.gz")
 WITH_REUSED_BLOCKS = [run for run in MOONCAKE if "reused_blocks" in run]
 WORLD = itemgetter("trace", "num_gpu_blocks", "replay_concurrency")
 REPLAYS = [[*runs] for _, runs in groupby(sorted(MOONCAKE, key=WORLD), key=WORLD)]
-"""The runs of each world: one replay shows them all."""
-HEAD = 1_000  # requests: the smaller caches are filled after a hundred
+"""The runs of each configuration; one replay compares them all."""
+HEAD = 1_000  # requests; the smaller caches are full after a hundred
 
 
 def replay_mooncake(run, traces_dir, most=None):
@@ -55,7 +55,7 @@ def reused_blocks(report):
     return [request.reused_tokens // 512 for request in report.requests]
 
 
-# What a request reuses depends on those before it only: they are served in the order of the trace.
+# Requests are served in the order of the trace, so reuse depends only on earlier requests.
 @pytest.mark.parametrize("run", few(WITH_REUSED_BLOCKS, 2), ids=lambda run: run["id"])
 def test_the_head_of_a_mooncake_trace_reuses_the_recorded_blocks(run, traces_dir):
     assert run["reused_blocks"][:HEAD] == reused_blocks(replay_mooncake(run, traces_dir, HEAD))

@@ -1,4 +1,4 @@
-"""Fleets of P/D pairs for tests: engines of both roles, traffic, and a router that notes what it is told."""
+"""Fleets of P/D pairs for tests: engines of both roles, traffic, and a router that records its calls."""
 
 from pytest_kvmock.engines import MockEngineArgs
 from pytest_kvmock.fleets import Fleet, MockEngine, synthetic_trace
@@ -10,7 +10,7 @@ SIZE = 16
 
 
 def engine_of(kind, way="vllm", *, pair=None, size=SIZE, blocks=512, **fields):
-    """An engine of a role; of SGLang a decode engine caches, so that it publishes."""
+    """Return an engine of a role; SGLang's decode engines get a radix cache, so they publish events."""
     given = {"block_size": size, "num_gpu_blocks": blocks, "worker_type": kind, "hand_over": way, **fields}
     if way == "sglang":
         cached = {"disaggregation_decode_enable_radix_cache": True, "num_reserved_decode_tokens": 32}
@@ -21,7 +21,7 @@ def engine_of(kind, way="vllm", *, pair=None, size=SIZE, blocks=512, **fields):
 
 
 def engines(way="vllm", prefill=2, decode=2, *, p=None, d=None, **fields):
-    """Prefill engines, then decode engines: their workers are 0, 1, 2, 3."""
+    """Return prefill engines, then decode engines: workers 0, 1, 2, 3."""
     return [
         *(engine_of("prefill", way, **fields, **(p or {})) for _ in range(prefill)),
         *(engine_of("decode", way, **fields, **(d or {})) for _ in range(decode)),
@@ -43,14 +43,14 @@ def trace(count=40, seed=1, **options):
 
 
 class Noting(RightRouter):
-    """A right router of both roles that notes what it is asked and told, by request."""
+    """A correct router of both roles that records its calls by request."""
 
     def __init__(self, workers=range(4), way="vllm", **options):
         super().__init__(workers, copies=way != "sglang", **options)
         self.told = []
 
     def of(self, number):
-        """What it was asked and told of a request: what, of which leg, and the worker or how the request stands."""
+        """Return the calls for a request: the method, the leg, and the worker or the request's status."""
         return [(what, *rest) for at, what, *rest in self.told if at == number]
 
     def pick(self, request, candidates):
@@ -78,7 +78,7 @@ class Noting(RightRouter):
 
     @property
     def open(self):
-        """What its book has open."""
+        """The open entries of its load book."""
         return [(worker, load.requests, load.blocks) for worker, load in self.book.loads.items() if load.requests]
 
 
@@ -87,6 +87,6 @@ def fleet(router=None, way="vllm", *, order="prefill_first", link=None, made=Non
 
 
 def held(fleet):
-    """Workers that hold something for a request, blocks in use or leases, or freed what was being written."""
+    """Return the workers that hold blocks or leases for a request, or freed blocks while they were written."""
     found = {worker: each.worker for worker, each in fleet.engines.items()}
     return [at for at, each in found.items() if each.leased or each.manager.num_active_blocks or each.overwritten]

@@ -1,4 +1,4 @@
-"""A fleet of P/D pairs: the router picks twice, in either order, and nothing is left of any request."""
+"""Fleets of P/D pairs: the router picks twice, in either order, and no request leaves an entry or block."""
 
 from collections import Counter
 from random import Random
@@ -34,7 +34,7 @@ def statuses(report):
 
 
 class Answers(Noting):
-    """Gives the answers that it is told to, by leg; else it picks."""
+    """A router with fixed answers by leg; without one it picks normally."""
 
     def __init__(self, way="vllm", *, prefill=None, decode=None, holds=False):
         super().__init__(way=way)
@@ -79,11 +79,11 @@ def test_serial_legs_are_picked_one_after_the_other():
         ("first_token", "decode"),
         ("finished", "decode"),
     ]
-    assert told[0][2] is None  # nothing was picked before
-    assert told[3][2] == told[0][3]  # the decode pick is told of the prefill worker
+    assert told[0][2] is None  # no worker was picked before
+    assert told[3][2] == told[0][3]  # the decode pick sees the prefill worker
 
 
-def test_decode_first_is_picked_before_the_first_leg_is_sent():
+def test_with_decode_first_both_workers_are_picked_before_the_first_leg_is_sent():
     router = Noting()
     fleet(router, order="decode_first").run([request()])
     told = router.of(0)
@@ -97,7 +97,7 @@ def test_decode_first_is_picked_before_the_first_leg_is_sent():
 
 
 @pytest.mark.parametrize("way", ["vllm-mooncake", "sglang"])
-def test_legs_at_once_end_the_entry_of_prefill_with_the_first_token(way):
+def test_with_both_legs_at_once_the_prefill_leg_finishes_before_the_first_token(way):
     router = Noting(way=way)
     fleet(router, way).run([request()])
     assert [each[:2] for each in router.of(0)] == [
@@ -111,7 +111,7 @@ def test_legs_at_once_end_the_entry_of_prefill_with_the_first_token(way):
     ]
 
 
-def test_a_router_may_hold_the_load_of_prefill_to_the_end():
+def test_a_router_can_hold_the_prefill_load_until_the_end():
     router = Answers(holds=True)
     report = fleet(router).run([request()])
     assert [each[:2] for each in router.of(0)][-3:] == [
@@ -122,7 +122,7 @@ def test_a_router_may_hold_the_load_of_prefill_to_the_end():
     assert report.beliefs == ()
 
 
-def test_candidates_are_those_of_the_role_with_their_own_overlap():
+def test_candidates_of_a_leg_are_the_workers_of_its_role_with_their_overlap():
     asked = []
 
     def note(request, candidates):
@@ -139,7 +139,7 @@ def test_candidates_are_those_of_the_role_with_their_own_overlap():
     ]
 
 
-def test_a_router_may_be_one_object_a_role():
+def test_each_role_can_have_its_own_router_object():
     class Counting(LeastLoaded):
         def __init__(self):
             self.phases = []
@@ -154,7 +154,7 @@ def test_a_router_may_be_one_object_a_role():
     assert {role: {*each.phases} for role, each in routers.items()} == {"prefill": {"prefill"}, "decode": {"decode"}}
 
 
-def test_an_index_may_be_one_object_a_role():
+def test_each_role_can_have_its_own_index_object():
     index = {"prefill": RadixIndex(count_copies=True), "decode": RadixIndex(count_copies=True)}
     fleet(LeastLoaded(), index=index).run(trace(10))
     workers = {role: {event.worker_id for event in each.dump_events()} for role, each in index.items()}
@@ -163,7 +163,7 @@ def test_an_index_may_be_one_object_a_role():
     assert all(workers.values())
 
 
-def test_roles_may_have_blocks_of_different_sizes():
+def test_roles_can_have_different_block_sizes():
     router = Noting()
     sizes = []
     router.answer = lambda request, candidates: (
@@ -190,7 +190,7 @@ def test_decode_alone_computes_the_prompt_at_the_decode_worker(order):
     assert report.beliefs == ()
 
 
-def test_what_is_decoded_alone_is_counted_by_a_declared_threshold():
+def test_requests_decoded_alone_are_counted_from_the_declared_threshold_on():
     prompts = [PROMPT[: 2 * SIZE], range(1000, 1000 + 3 * SIZE), range(2000, 2000 + 6 * SIZE)]
     rows = [request(prompt, ms=500.0 * at) for at, prompt in enumerate(prompts)]
     report = fleet(Answers(prefill=lambda *_: DECODE_ALONE), threshold=3 * SIZE).run(rows)
@@ -201,7 +201,7 @@ def test_what_is_decoded_alone_is_counted_by_a_declared_threshold():
     assert report.roles["prefill"].threshold is None
 
 
-def test_without_a_threshold_what_is_decoded_alone_is_a_count():
+def test_without_a_threshold_only_the_number_of_requests_decoded_alone_is_reported():
     report = fleet(Answers(prefill=lambda *_: DECODE_ALONE)).run([request()])
     assert "1 decoded alone\n" in f"{report}\n"
     with pytest.raises(
@@ -218,7 +218,7 @@ def test_decode_alone_is_refused_by_a_decode_engine_that_needs_a_room():
 
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 @pytest.mark.parametrize("order", ORDERS)
-def test_a_refused_request_leaves_no_entry(order, phase):
+def test_a_refused_request_leaves_no_load_entry_or_block(order, phase):
     router = Answers(**{phase: lambda *_: REFUSE})
     made = fleet(router, order=order)
     report = made.run([request()])
@@ -228,7 +228,7 @@ def test_a_refused_request_leaves_no_entry(order, phase):
     assert held(made) == []
 
 
-def test_a_refusal_after_the_prefill_leg_leaves_its_lease_to_time():
+def test_after_a_refusal_of_the_decode_leg_the_prefill_lease_expires():
     report = fleet(Answers(decode=lambda *_: REFUSE)).run([request()])
     assert report.roles["prefill"].kept == 1
     assert report.roles["prefill"].ran_out == ((0, "refused"),)
@@ -242,7 +242,7 @@ def test_a_request_waits_for_a_decode_worker_while_its_lease_runs():
     assert report.roles["prefill"].ran_out == ()
 
 
-def test_a_router_that_waits_for_ever_is_named():
+def test_a_router_that_waits_forever_is_reported_as_stalled():
     with pytest.raises(RouterStalled, match="1 requests would wait for ever"):
         fleet(Answers(decode=lambda *_: None)).run([request()])
 
@@ -255,7 +255,7 @@ def test_a_router_that_waits_for_ever_is_named():
         ("decode", DECODE_ALONE, "that answers the question for a prefill worker"),
     ],
 )
-def test_an_answer_of_the_other_role_is_refused(phase, answer, why):
+def test_a_worker_of_the_other_role_is_refused_as_an_answer(phase, answer, why):
     with pytest.raises(RouterError, match=why):
         fleet(Answers(**{phase: lambda *_: answer})).run([request()])
 
@@ -263,13 +263,13 @@ def test_an_answer_of_the_other_role_is_refused(phase, answer, why):
 # ------------------------------------------------------------------------------------------------- figures
 
 
-def test_figures_of_a_role_say_what_its_legs_did():
+def test_role_figures_count_legs_hits_transfers_and_link_time():
     report = fleet(Noting(), link=PairLink(lambda tokens: tokens / 10)).run([request(), request(ms=1000.0)])
     p, d = report.roles["prefill"], report.roles["decode"]
     assert (p.workers, p.requests, p.kept, p.ends) == ((0, 1), 2, 2, {"finished": 2})
     assert (d.workers, d.requests, d.ends) == ((2, 3), 2, {"finished": 2})
     assert p.computed + p.hits == 2 * len(PROMPT)
-    assert d.computed == 2  # the last token of each prompt again
+    assert d.computed == 2  # the last token of each prompt is computed again
     assert d.transferred + d.hits == 2 * len(PROMPT)
     assert d.link_ms > 10
     assert "prefill (workers 0, 1): 2 legs" in str(report)
@@ -277,13 +277,13 @@ def test_figures_of_a_role_say_what_its_legs_did():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_each_leg_that_was_kept_counts_however_late_its_answer_comes(way):
-    # 3.9: SGLang's P answers after D's first token may be out, and here after all of D's tokens.
+def test_every_kept_prefill_leg_counts_even_if_its_answer_is_late(way):
+    # 3.9: SGLang's P may answer after D's first token; here it answers after all of D's tokens.
     report = fleet(Noting(way=way), way, link=PairLink(lambda tokens: tokens / 10)).run(trace(output_tokens=(1, 3)))
     assert (report.roles["prefill"].kept, report.roles["prefill"].requests) == (40, 40)
 
 
-def test_a_prompt_of_whole_blocks_that_a_decode_engine_holds_is_transferred_in_part():
+def test_only_one_block_of_a_prompt_held_by_the_decode_engine_is_transferred_again():
     report = fleet(Noting(), made=engines(prefill=1, decode=1)).run(
         [request(PROMPT[:64]), request(PROMPT[:64], ms=1e3)]
     )
@@ -297,7 +297,7 @@ def test_a_prompt_of_whole_blocks_that_a_decode_engine_holds_is_transferred_in_p
     ("after_ms", "ends"),
     [(1.0, {"prefill": "running"}), (30.0, {"decode": "loading"}), (1030.0, {"decode": "running"})],
 )
-def test_a_client_that_leaves_is_forgotten_in_each_phase(after_ms, ends):
+def test_an_aborted_request_leaves_no_entry_in_any_phase(after_ms, ends):
     router = Noting()
     made = fleet(router, link=PairLink(lambda _: 1000.0))
     report = made.run([request(output=100, abort_after_ms=after_ms)])
@@ -307,14 +307,14 @@ def test_a_client_that_leaves_is_forgotten_in_each_phase(after_ms, ends):
     assert held(made) == []
 
 
-def test_a_client_that_leaves_takes_no_other_with_it():
-    # 3.10: an abort names all requests whose id begins with the given one.
+def test_an_abort_does_not_end_requests_with_the_same_name_prefix():
+    # 3.10: an abort ends all requests whose id begins with the given one.
     rows = [request(PROMPT[: 40 + at], output=40, abort_after_ms=60.0 if at == 1 else None) for at in range(24)]
     report = fleet(Noting(way="sglang"), made=engines("sglang", 1, 1)).run(rows)
     assert statuses(report) == {"finished": 23, "aborted": 1}
 
 
-def test_a_client_that_leaves_between_the_legs_leaves_its_lease_to_time():
+def test_after_an_abort_between_the_legs_the_prefill_lease_expires():
     router = Answers(decode=lambda *_: None)
     made = fleet(router)
     report = made.run([request(abort_after_ms=500.0)])
@@ -342,7 +342,7 @@ def test_requests_of_a_lost_worker_are_sent_again(way, worker, order):
     assert held(made) == []
 
 
-def test_an_engine_that_joins_is_used_in_its_role():
+def test_an_engine_that_joins_serves_in_its_role():
     router = Noting()
     made = fleet(router)
     joined = made.at(100.0).join(engine=engine_of("decode"))
@@ -357,8 +357,8 @@ def test_an_engine_that_joins_is_used_in_its_role():
 @each_parameter
 @pytest.mark.parametrize("role", ["prefill", "decode"])
 @pytest.mark.parametrize("way", WAYS)
-def test_a_role_that_is_empty_serves_again_when_a_worker_joins(way, role):
-    # None of a role is there in the end of the first run, and at the start of the second one.
+def test_an_empty_role_serves_requests_again_when_a_worker_joins(way, role):
+    # The role has no worker at the end of the first run and at the start of the second.
     router = Noting(way=way)
     made = fleet(router, way)
     for worker in (0, 1) if role == "prefill" else (2, 3):
@@ -373,8 +373,8 @@ def test_a_role_that_is_empty_serves_again_when_a_worker_joins(way, role):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_those_who_stay_serve_another_run(way):
-    # They were named in the first run, and others know them by these names.
+def test_the_remaining_workers_serve_later_runs(way):
+    # They were named in the first run, and other engines know them by these names.
     made = fleet(Noting(way=way), way)
     made.at(50.0).leave(0)
     made.at(60.0).restart(2)
@@ -386,14 +386,14 @@ def test_those_who_stay_serve_another_run(way):
     assert held(made) == []
 
 
-def test_a_failed_link_ends_one_request_with_an_error():
+def test_a_failed_transfer_fails_only_its_own_request():
     report = fleet(Noting(), link=PairLink(faults={0: "fails"})).run([request(), request(PROMPT[:40], ms=1.0)])
     assert [each.status for each in report.requests] == ["failed", "finished"]
     assert report.roles["prefill"].ran_out == ((0, "failed"),)
 
 
 @pytest.mark.parametrize(("answer", "status"), [("retry", "finished"), ("wait", "failed"), (None, "failed")])
-def test_a_router_says_what_follows_a_failed_leg(answer, status):
+def test_leg_failed_of_the_router_decides_whether_a_request_is_retried(answer, status):
     router = Noting(way="sglang")
     router.leg_failed = lambda request: answer
     made = fleet(router, "sglang", link=PairLink(faults={0: "fails"}))
@@ -403,7 +403,7 @@ def test_a_router_says_what_follows_a_failed_leg(answer, status):
     assert held(made) == []
 
 
-def test_a_router_may_change_what_the_decode_leg_carries():
+def test_a_router_can_drop_the_parameters_of_the_decode_leg():
     router = Noting()
     router.hand_over = lambda request, parameters: None
     report = fleet(router).run([request()])
@@ -413,7 +413,7 @@ def test_a_router_may_change_what_the_decode_leg_carries():
 
 
 class Carries(Noting):
-    """A right router, but for what the decode leg carries."""
+    """A correct router that changes the parameters of the decode leg."""
 
     def __init__(self, way, change):
         super().__init__(way=way)
@@ -424,7 +424,7 @@ class Carries(Noting):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_may_be_a_mapping_of_the_routers_own(way):
+def test_the_hand_over_parameters_can_be_a_mapping_of_the_router(way):
     made = fleet(Carries(way, dict), way)
     report = made.run([request(), request(ms=500.0)])
     assert statuses(report) == {"finished": 2}
@@ -451,13 +451,13 @@ WRONG = [
 
 @each_parameter
 @pytest.mark.parametrize(("way", "change", "why"), WRONG)
-def test_parameters_that_end_or_hang_an_engine_are_an_error_of_the_router(way, change, why):
+def test_parameters_that_crash_or_hang_an_engine_are_a_router_error(way, change, why):
     with pytest.raises(RouterError, match=why):
         fleet(Carries(way, change), way).run([request(), request(ms=500.0)])
 
 
 @pytest.mark.parametrize("seed", seeds(40))
-def test_whatever_happens_nothing_is_left_and_no_belief_is_wrong(seed):
+def test_random_incidents_leave_no_block_held_and_no_wrong_belief(seed):
     rng = Random(seed)
     way, order = rng.choice(WAYS), rng.choice(ORDERS)
 
@@ -517,11 +517,11 @@ def test_whatever_happens_nothing_is_left_and_no_belief_is_wrong(seed):
         ),
     ],
 )
-def test_a_fleet_of_pairs_that_cannot_be_is_refused(made, options, why):
+def test_an_invalid_fleet_of_pairs_is_refused(made, options, why):
     with pytest.raises(ValueError, match=why):
         Fleet(made(), **options)
 
 
-def test_a_join_without_an_engine_has_no_role():
+def test_a_join_without_an_engine_needs_a_role():
     with pytest.raises(ValueError, match="needs role='prefill' or 'decode', or engine=, whose worker_type is its role"):
         fleet().at(5).join()

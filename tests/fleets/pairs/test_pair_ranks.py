@@ -1,4 +1,4 @@
-"""Fleets of P/D pairs whose workers have ranks: a pick names one, and its blocks are found there."""
+"""Fleets of P/D pairs whose workers have ranks: a pick names a rank, and its blocks are found there."""
 
 from collections import Counter
 from random import Random
@@ -16,7 +16,7 @@ P_RANKS, D_RANKS = [(0, 0), (0, 1)], [(1, 0), (1, 1)]
 
 
 def ranked(way="vllm", p=2, d=2):
-    """A prefill and a decode worker of so many ranks."""
+    """Return a prefill and a decode worker with the given numbers of ranks."""
     return engines(way, p, d, p={"dp_size": p}, d={"dp_size": d})
 
 
@@ -25,7 +25,7 @@ def noting(way="vllm", workers=(*P_RANKS, *D_RANKS), kind=Noting):
 
 
 class Carries(Noting):
-    """Picks rank 1 of the prefill worker, and changes what the decode leg carries."""
+    """A router that picks rank 1 of the prefill worker and changes the parameters of the decode leg."""
 
     changes = staticmethod(lambda parameters: parameters)
 
@@ -37,7 +37,7 @@ class Carries(Noting):
 
 
 def carried(way, changes=lambda parameters: parameters):
-    """The report of one request, of which the decode leg carries what `changes` makes; and what it carried."""
+    """Run one request whose decode leg carries `changes(parameters)`; return the report, parameters and fleet."""
     seen = []
     router = noting(way, kind=Carries)
     router.changes = lambda parameters: seen.append(changes(parameters)) or seen[-1]
@@ -63,7 +63,7 @@ def test_a_router_picks_a_rank_of_each_role(way, order):
 
 @each_parameter
 @pytest.mark.parametrize("way", WAYS)
-def test_one_role_may_have_ranks_and_the_other_none(way):
+def test_one_role_can_have_ranks_and_the_other_none(way):
     router = noting(way, [*P_RANKS, (1, 0)])
     made = fleet(router, way, made=ranked(way, 2, 1))
     report = made.run(trace())
@@ -74,7 +74,7 @@ def test_one_role_may_have_ranks_and_the_other_none(way):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_a_prompt_that_comes_again_hits_at_its_rank(way):
+def test_a_repeated_prompt_hits_at_its_rank(way):
     router = noting(way, kind=Carries)
     report = fleet(router, way, made=ranked(way)).run([FleetRequest(PROMPT, 4), FleetRequest(PROMPT, 4, 2000.0)])
     assert [pick.overlap for pick in report.picks if pick.phase == "prefill"] == [0, 10]
@@ -85,14 +85,14 @@ def test_a_prompt_that_comes_again_hits_at_its_rank(way):
 
 
 def test_a_lease_names_the_side_channel_of_its_rank():
-    # 1.24: side channel port + rank, so that each rank of D may read.
+    # 1.24: side channel port + rank, so each rank of D can read.
     report, given, _ = carried("vllm")
     assert (given["remote_engine_id"], given["remote_port"]) == ("prefill-0_dp1", 5601)
     assert len(report.completed) == 1
 
 
-def test_a_room_says_the_rank_that_has_it():
-    # 5.2: moved so that its remainder is the picked rank.
+def test_the_number_of_a_room_encodes_the_picked_rank():
+    # 5.2: the room number is moved until its remainder is the picked rank.
     report, given, made = carried("sglang")
     assert given["bootstrap_room"] % 2 == 1
     assert made.engines[0, 0].worker.pair.rooms.seen == [
@@ -105,7 +105,7 @@ def test_a_room_says_the_rank_that_has_it():
 @pytest.mark.parametrize(
     ("fields", "completed"),
     [
-        ({"bootstrap_room": 4}, 0),  # 3.5: D looks at rank 0
+        ({"bootstrap_room": 4}, 0),  # 3.5: D looks it up at rank 0
         ({"bootstrap_room": 4, "disagg_prefill_dp_rank": 1}, 1),
         ({"disagg_prefill_dp_rank": 0}, 0),
         ({"bootstrap_room": 4, "routed_dp_rank": 1, "disagg_prefill_dp_rank": 1}, 1),
@@ -119,14 +119,14 @@ def test_a_decode_leg_at_a_wrong_rank_waits_for_its_timeout(fields, completed):
 
 
 def test_a_decode_leg_at_a_rank_that_does_not_exist_fails_at_once():
-    # The bootstrap server has no address of it (`CommonKVReceiver`).
+    # The bootstrap server has no address of that rank (`CommonKVReceiver`).
     report, _, made = carried("sglang", lambda parameters: parameters.changed(disagg_prefill_dp_rank=7))
     assert len(report.completed) == 0
     assert report.run.served[0].request.ended_ms == pytest.approx(0, abs=400)
     assert held(made) == []
 
 
-def test_a_transfer_that_is_asked_of_another_rank_waits_for_its_timeout():
+def test_a_transfer_requested_from_the_wrong_rank_waits_for_its_timeout():
     report, _, made = carried("vllm-mooncake", lambda parameters: parameters.changed(remote_engine_id="prefill-0_dp0"))
     assert [each.status for each in report.requests] == ["failed"]
     assert report.requests[0].ended_ms == pytest.approx(480_000, abs=1000)
@@ -137,7 +137,7 @@ def test_a_transfer_that_is_asked_of_another_rank_waits_for_its_timeout():
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_ranks_restart_leave_and_join_together(way):
+def test_all_ranks_of_a_worker_restart_leave_and_join_together(way):
     router = noting(way)
     made = fleet(router, way, made=ranked(way))
     made.at(100.0).restart(0)
@@ -155,7 +155,7 @@ def test_ranks_restart_leave_and_join_together(way):
 
 
 @pytest.mark.parametrize("seed", seeds(30))
-def test_whatever_happens_to_ranks_nothing_is_left_and_no_belief_is_wrong(seed):
+def test_random_incidents_of_ranks_leave_no_block_held_and_no_wrong_belief(seed):
     rng = Random(seed)
     way, order = rng.choice(WAYS), rng.choice(ORDERS)
     p, d = rng.choice([(1, 2), (2, 1), (2, 2), (3, 2)])
@@ -196,7 +196,7 @@ def test_whatever_happens_to_ranks_nothing_is_left_and_no_belief_is_wrong(seed):
         ),
     ],
 )
-def test_workers_whose_ranks_cannot_be_are_refused(made, why):
+def test_workers_with_invalid_ranks_are_refused(made, why):
     with pytest.raises(ValueError, match=why):
         Fleet(made())
 
@@ -209,14 +209,14 @@ def test_workers_whose_ranks_cannot_be_are_refused(made, why):
         ({}, "needs role='prefill' or 'decode', or engine="),
     ],
 )
-def test_a_join_that_cannot_be_is_refused(options, why):
+def test_an_invalid_join_is_refused(options, why):
     made = fleet(made=ranked())
     with pytest.raises(ValueError, match=why):
         made.at(5).join(**options)
     assert [*made.engines] == [*P_RANKS, *D_RANKS]
 
 
-def test_a_role_is_of_pairs_alone_and_names_that_of_an_engine():
+def test_a_join_with_a_role_and_an_engine_of_another_role_is_refused():
     with pytest.raises(ValueError, match=r"join: role='prefill' and an engine of worker_type='decode'; leave one out"):
         fleet().at(5).join(engine=engine_of("decode"), role="prefill")
 
@@ -228,6 +228,6 @@ def test_a_role_is_of_pairs_alone_and_names_that_of_an_engine():
         ({"disagg_prefill_dp_rank": "1"}, r"hand_over\(\): disagg_prefill_dp_rank must be an integer of at least 0"),
     ],
 )
-def test_a_rank_that_cannot_be_is_refused(fields, why):
+def test_invalid_ranks_in_hand_over_parameters_are_refused(fields, why):
     with pytest.raises(RouterError, match=why):
         carried("sglang", lambda parameters: parameters.changed(**fields))

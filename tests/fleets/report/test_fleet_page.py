@@ -1,4 +1,4 @@
-"""What the page of a fleet shows: its data, from a report."""
+"""The data that a fleet page shows, taken from a report."""
 
 import json
 
@@ -28,7 +28,7 @@ EVIL = "<img src=x onerror=alert(1)>"
 
 
 class Deaf(RadixIndex):
-    """Hears no Removed."""
+    """A router that ignores Removed."""
 
     def apply(self, event):
         if not isinstance(event.event.data, Removed):
@@ -45,7 +45,7 @@ def data_of(path):
     return json.loads(path.read_text(encoding="utf-8").partition('id="data">')[2].partition("</script>")[0])
 
 
-def test_a_page_has_a_row_a_request_and_a_column_a_fact(tmp_path):
+def test_a_fleet_page_has_one_row_per_request(tmp_path):
     found = report(record=True)
     found.to_html(tmp_path / "fleet.html")
     data = data_of(tmp_path / "fleet.html")
@@ -62,7 +62,7 @@ def test_a_page_has_a_row_a_request_and_a_column_a_fact(tmp_path):
     assert "DynamoRouter on" in data["title"]
 
 
-def test_regret_is_that_of_the_selector_and_its_picks_have_all_candidates():
+def test_the_picks_with_regret_show_the_costs_of_all_candidates():
     found = report(RoundRobin(), record=True)
     data = fleet_data(found)
     regret = found.regret(DynamoRouter())
@@ -73,8 +73,8 @@ def test_regret_is_that_of_the_selector_and_its_picks_have_all_candidates():
     assert pytest.approx(regret.worst.blocks, abs=0.01) == costs[pick["chosen"]] - min(costs.values())
 
 
-def test_the_worker_with_most_work_is_the_one_that_the_report_blames():
-    """A crash early on: by plain sums each of the others did more than the mean."""
+def test_the_page_and_assert_balanced_name_the_same_busiest_worker():
+    """One worker crashes early, so by plain sums each other worker did more than the mean."""
     engines = [MockEngine(ARGS, seed=at) for at in range(3)]
     fleet = Fleet(engines, RoundRobin())
     fleet.at(60).crash(1)
@@ -86,7 +86,7 @@ def test_the_worker_with_most_work_is_the_one_that_the_report_blames():
         found.assert_balanced(1.0, of="prompt_tokens")
 
 
-def test_one_hot_worker_is_named_and_one_worker_is_not():
+def test_an_overloaded_worker_is_named_unless_it_is_the_only_one():
     class Hot(RoundRobin):
         def pick(self, request, candidates):
             return 1 if request.number % 4 else super().pick(request, candidates)
@@ -97,7 +97,7 @@ def test_one_hot_worker_is_named_and_one_worker_is_not():
     assert fleet_data(alone)["most_work"] is None
 
 
-def test_the_worker_that_got_nothing_is_named_first():
+def test_workers_without_requests_are_named_first():
     class First(RoundRobin):
         def pick(self, request, candidates):
             return 0
@@ -119,17 +119,17 @@ def test_the_worker_that_got_nothing_is_named_first():
         ({0: 0, 1: 9, 2: 0}, None, "workers 0 and 2 got none of 9 pears"),
         ({0: 0, 1: 9, 2: 0, 4: 0}, None, "workers 0, 2 and 4 got none of 9 pears"),
         ({(0, 0): 9, (0, 1): 0, (1, 0): 0, (1, 1): 0}, None, "workers (0, 1), (1, 0) and (1, 1) got none of 9 pears"),
-        ({0: 2, 1: 0, 2: 0}, None, ""),  # two cannot be enough for three
-        ({0: 9, 1: 0}, {0: 1.0, 1: 0.1}, ""),  # it came late
+        ({0: 2, 1: 0, 2: 0}, None, ""),  # two workers there cannot account for three
+        ({0: 9, 1: 0}, {0: 1.0, 1: 0.1}, ""),  # it joined late
         ({0: 0, 1: 0}, None, ""),
         ({}, None, ""),
     ],
 )
-def test_only_a_worker_that_was_due_at_least_one_is_named(counts, there, text):
+def test_only_a_worker_whose_share_was_at_least_one_is_named_as_empty(counts, there, text):
     assert got_nothing("pears", counts, there) == text
 
 
-def test_a_page_without_a_record_names_what_is_missing():
+def test_a_page_without_a_record_notes_the_missing_data():
     data = fleet_data(report())
     assert data["samples"] is None
     assert data["picks"] == {}
@@ -137,7 +137,7 @@ def test_a_page_without_a_record_names_what_is_missing():
     assert any("record=True" in note for note in data["notes"])
 
 
-def test_samples_are_of_their_worker():
+def test_each_worker_has_its_own_samples_on_the_page():
     found = report(record=True)
     samples = fleet_data(found)["samples"]
     assert [found.run.recorder.samples["position"].count(at) for at in range(2)] == [
@@ -145,7 +145,7 @@ def test_samples_are_of_their_worker():
     ]
 
 
-def test_thinned_data_is_noted(monkeypatch):
+def test_a_page_notes_that_its_data_was_thinned(monkeypatch):
     monkeypatch.setattr(page_data, "MOST_POINTS", 5)
     monkeypatch.setattr(page_data, "MOST_REQUESTS", 10)
     monkeypatch.setattr(page_data, "MOST_PICKS", 2)
@@ -158,7 +158,7 @@ def test_thinned_data_is_noted(monkeypatch):
     assert "2 picks of most regret" in " ".join(data["notes"])
 
 
-def test_compared_are_a_report_and_the_json_of_one(tmp_path):
+def test_a_page_can_be_compared_with_reports_and_their_json(tmp_path):
     found, other = report(), report(RoundRobin())
     found.to_html(tmp_path / "a.html", compare=[other, other.to_json()])
     names = [each["name"] for each in data_of(tmp_path / "a.html")["reports"]]
@@ -180,7 +180,7 @@ def test_only_reports_can_be_compared_on_a_page(tmp_path, other):
     assert [*tmp_path.iterdir()] == []
 
 
-def test_latencies_are_distributions_next_to_the_limits_of_the_fleet():
+def test_a_page_shows_latency_distributions_and_the_objectives_of_the_fleet():
     found = report(slo=Objectives(ttft_ms=30, e2e_ms=200))
     data = fleet_data(found)
     assert data["slo"] == {"ttft": 30, "e2e": 200}
@@ -197,7 +197,7 @@ def test_a_run_without_a_router_has_a_page():
     assert len(data["requests"]["number"]) == 40
 
 
-def test_a_selector_must_be_one(tmp_path):
+def test_an_invalid_selector_of_a_page_is_refused(tmp_path):
     with pytest.raises(TypeError, match="it must be an object"):
         report().to_html(tmp_path / "a.html", selector=DynamoRouter)
 
@@ -211,12 +211,12 @@ def test_a_report_without_requests_makes_a_page_with_that_message(tmp_path, reco
     assert data["requests"]["number"] == []
 
 
-def test_a_page_that_cannot_be_written_is_an_error_of_the_system(tmp_path):
+def test_writing_a_page_to_a_missing_directory_raises_an_os_error(tmp_path):
     with pytest.raises(OSError, match="none"):
         report().to_html(tmp_path / "none" / "a.html")
 
 
-def test_names_with_markup_stay_text(tmp_path):
+def test_markup_in_names_of_a_fleet_page_is_escaped(tmp_path):
     router = type(EVIL, (MostCached,), {})()
     trace = [FleetRequest([*range(32)], 2, timestamp=0.0, session_id=EVIL)]
     found = report(router, trace=trace)
@@ -226,7 +226,7 @@ def test_names_with_markup_stay_text(tmp_path):
     assert (data["router"], data["requests"]["session"]) == (EVIL, [EVIL])
 
 
-def test_incidents_are_marks():
+def test_incidents_are_marks_on_the_page():
     engines = [MockEngine(ARGS, seed=at) for at in range(2)]
     fleet = Fleet(engines)
     fleet.at(100.0).crash(1)
@@ -236,7 +236,7 @@ def test_incidents_are_marks():
     assert [(each["ms"], each["kind"], each["worker"]) for each in marks] == [(100.0, "crash", "1")]
 
 
-def test_a_preempted_request_shows_the_time():
+def test_a_preempted_request_shows_the_time_of_its_preemptions():
     found = report(
         args=MockEngineArgs(block_size=16, num_gpu_blocks=14),
         trace=[FleetRequest([*range(at * 100, at * 100 + 48)], 60, timestamp=0.0) for at in range(8)],
@@ -248,7 +248,7 @@ def test_a_preempted_request_shows_the_time():
     assert all(start >= 0 and took >= 0 for each in stops for start, took in each)
 
 
-def test_faults_and_errors_of_events_are_marks(monkeypatch):
+def test_faults_and_event_errors_are_marks_on_the_page(monkeypatch):
     def run():
         kv = RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=2), backend="lru", name="marks")
         kv.faults.lose(3, kind="stored")
@@ -268,7 +268,7 @@ def test_faults_and_errors_of_events_are_marks(monkeypatch):
     assert any("the first 2 are marked" in note for note in data["notes"])
 
 
-def test_problems_of_events_have_a_mark_with_their_time():
+def test_event_problems_are_marks_with_their_time():
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=96, workers=2), backend="lru", index=Deaf())
     marks = fleet_data(kv.fleet(workers=2).run(TRACE))["marks"]
     assert "index_drift" in {each["kind"] for each in marks}

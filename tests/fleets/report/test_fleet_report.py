@@ -1,6 +1,4 @@
-"""The report of a fleet: figures by worker and in all, by hand on traces that one can read; compared, recorded,
-required.
-"""
+"""Fleet reports: figures per worker and in total, worked out by hand; comparisons, records and assertions."""
 
 import json
 import re
@@ -48,7 +46,7 @@ def fleet(router=None, count=2, args=ARGS, **options):
 
 
 class Fixed:
-    """Picks the workers that it was given, in turn."""
+    """A router that picks the given workers in turn."""
 
     def __init__(self, *workers):
         self.left = list(workers)
@@ -58,7 +56,7 @@ class Fixed:
 
 
 class Own:
-    """A selector of few lines: blocks that are not cached."""
+    """A minimal selector: its cost is the number of blocks that are not cached."""
 
     def cost(self, request, candidate):
         return len(request.local_hashes) - candidate.overlap
@@ -67,7 +65,7 @@ class Own:
 # ------------------------------------------------------------------------------------------------------ arithmetic
 
 
-def test_the_arithmetic_takes_plain_rows():
+def test_figure_functions_accept_plain_rows():
     choices = [Choice("a", 3, 4), Choice("b", 0, 4), Choice("a", 0, 0)]
     assert of_best(choices) == 3 / 8
     assert [choice.regret for choice in choices] == [1, 4, 0]
@@ -78,7 +76,7 @@ def test_the_arithmetic_takes_plain_rows():
     assert jain({}) is None
 
 
-def test_balance_is_by_the_share_of_picks_at_which_a_worker_was_a_candidate():
+def test_balance_is_weighted_by_the_share_of_picks_with_the_worker_as_candidate():
     counts, alive = {0: 4, 1: 2, 2: 0}, {0: 1.0, 1: 0.5, 2: 0.0}
     assert max_to_mean(counts, alive) == 1.0
     assert jain(counts, alive) == 1.0
@@ -86,8 +84,8 @@ def test_balance_is_by_the_share_of_picks_at_which_a_worker_was_a_candidate():
 
 
 @pytest.mark.parametrize(("count", "limit"), [(2, 1.5), (3, 1.8), (4, 2.0), (8, 2.0)])
-def test_the_default_limit_depends_on_the_number_of_workers(count, limit):
-    """Of so many picks: the first worker has as much as it may, then one more."""
+def test_the_default_limit_of_balance_depends_on_the_number_of_workers(count, limit):
+    """Of 1000 requests the first worker has exactly the limit, then one more."""
     most = round(1000 * limit / count)
     for first, is_right in ((most, True), (most + 1, False)):
         rest = (1000 - first) / (count - 1)
@@ -100,21 +98,21 @@ def test_the_default_limit_depends_on_the_number_of_workers(count, limit):
 
 
 @pytest.mark.parametrize("there", [1.0, 0.5, 0.1, 0.01])
-def test_by_default_a_worker_that_has_everything_is_not_balanced(there):
-    """Where a second worker was there for a while, and got nothing: no assignment is more uneven than that."""
+def test_a_worker_with_all_requests_is_unbalanced_by_default(there):
+    """The second worker was there for a share of the run and got nothing: no assignment is more uneven."""
     with pytest.raises(AssertionError, match="worker 0 has"):
         assert_balanced("requests", {0: 1000, 1: 0}, there={0: 1.0, 1: there})
     assert_balanced("requests", {0: 1000 * (1 - there / 2), 1: 1000 * there / 2}, there={0: 1.0, 1: there})
 
 
 @pytest.mark.parametrize("within", [None, 1.0, 2.0])
-def test_one_worker_is_balanced(within):
+def test_a_single_worker_is_always_balanced(within):
     assert_balanced("requests", {0: 9}, within)
-    assert_balanced("requests", {0: 9, 1: 3}, within, {0: 0.75, 1: 0.25})  # one after the other
+    assert_balanced("requests", {0: 9, 1: 3}, within, {0: 0.75, 1: 0.25})  # one worker after the other
     fleet(Fixed(0, 0), count=1).run([request(500 * each, [each]) for each in range(2)]).assert_balanced(within)
 
 
-def test_a_limit_that_no_assignment_could_break_is_refused():
+def test_a_balance_limit_that_can_never_fail_is_refused():
     report = fleet(Fixed(1, 1, 1, 1)).run([request(500 * each, [1, each + 2]) for each in range(4)])
     text = (
         r"^assert_balanced: within=2 can never fail: a pick had 2 candidates, so that no worker can have more than 2 "
@@ -131,14 +129,14 @@ def test_a_limit_that_no_assignment_could_break_is_refused():
     there = {0: 1.0, 1: 1.0, 2: 0.2}
     with pytest.raises(ValueError, match=r"within=2\.2 can never fail: a pick had 2\.2 candidates on the mean"):
         assert_balanced("requests", {0: 9, 1: 1, 2: 0}, 2.2, there)
-    # One that was there for a short time may have computed all of the tokens: 2.2 / 0.2 times the mean.
+    # A worker that was there for a short time may have computed all tokens: 2.2 / 0.2 times the mean.
     with pytest.raises(AssertionError, match=r"worker 2 has 11\.00 times"):
         assert_balanced("prompt tokens", {0: 0, 1: 0, 2: 50}, 10.9, there)
     with pytest.raises(ValueError, match="no worker can have more than 11 times"):
         assert_balanced("prompt tokens", {0: 0, 1: 0, 2: 50}, 11, there)
 
 
-def test_a_worker_with_too_much_is_named():
+def test_assert_balanced_names_the_overloaded_worker():
     with pytest.raises(AssertionError) as failure:
         assert_balanced("requests", {0: 9, 1: 1}, 1.5)
     assert str(failure.value) == "worker 0 has 1.80 times the mean of requests, must be at most 1.5 times (0: 9, 1: 1)"
@@ -147,10 +145,8 @@ def test_a_worker_with_too_much_is_named():
 # --------------------------------------------------------------------------------------------------------- figures
 
 
-def test_figures_by_hand():
-    """Three requests with one prefix of two blocks: the second goes elsewhere, the third back to what the first
-    left.
-    """
+def test_figures_equal_those_worked_out_by_hand():
+    """Three requests share a prefix of two blocks; the second goes to the other worker, the third to the first."""
     rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
     report = fleet(Fixed(0, 1, 0)).run(rows)
     whole, first, second = report.rows()[None], report.rows()[0], report.rows()[1]
@@ -163,14 +159,14 @@ def test_figures_by_hand():
     assert tuple(row["prompt_tokens_computed"] for row in (whole, first, second)) == (28, 16, 12)
     assert whole["balance_requests"] == 4 / 3
     assert whole["balance_prompt_tokens"] == 16 / 14
-    assert whole["balance_open_requests"] is None  # nothing was open when the next came
+    assert whole["balance_open_requests"] is None  # no request was open when the next one arrived
     assert whole["goodput"] is None
 
 
 @pytest.mark.parametrize("seed", seeds(30))
 @pytest.mark.parametrize("backend", ["lineage", "vllm", "sglang", "mocker_sglang_1_6"])
-def test_no_router_is_above_the_ideal(backend, seed):
-    """In whatever order they are served: what is new to one endless cache is new to some engine too."""
+def test_no_router_exceeds_the_ideal_hit_ratio(backend, seed):
+    """In any serving order, a block that is new to one endless cache is new to some engine."""
     kind = "sglang" if "sglang" in backend else "vllm"
     args = MockEngineArgs(num_gpu_blocks=64 if seed % 2 else 400, block_size=4, engine_type=kind)
     workers = [MockEngine(args, backend=backend) for _ in range(1 + seed % 3)]
@@ -188,15 +184,15 @@ def test_evicted_blocks_are_counted_by_worker():
     assert tuple(report.figure("blocks_evicted", worker) for worker in (None, 0, 1)) == (3, 3, 0)
 
 
-def test_open_requests_at_picks():
-    """Worker 0 has one open at the second pick and two at the third; then nothing more is picked."""
+def test_open_requests_are_counted_at_each_pick():
+    """Worker 0 has one open request at the second pick and two at the third, which is the last."""
     report = fleet(Fixed(0, 0, 1)).run([request(0, [each], 20) for each in range(3)])
     assert {each.worker: each.open_requests for each in report.run.services} == {0: 3, 1: 0}
     assert report.figure("balance_open_requests") == 2.0
 
 
-def test_late_events_promise_blocks_that_are_not_found():
-    """What was evicted is still promised until the event is there."""
+def test_with_late_events_evicted_blocks_count_as_promised_but_not_found():
+    """An evicted block is still promised until its event arrives."""
     small = MockEngineArgs(num_gpu_blocks=5, block_size=4)
     rows = [request(0, [1, 2, 3], 1), request(500, [4, 5, 6], 1), request(600, [1, 2, 3, 7], 1)]
     late = fleet(Fixed(0, 0, 0), args=small, event_delay_ms=200).run(rows)
@@ -205,9 +201,9 @@ def test_late_events_promise_blocks_that_are_not_found():
     assert fleet(Fixed(0, 0, 0), args=small).run(rows).figure("promised_not_found") == 0
 
 
-def test_waits_in_router_and_engine_are_separate():
+def test_waiting_times_in_router_and_engine_are_separate_figures():
     class Later:
-        """Keeps the second request until the first is done."""
+        """A router that holds the second request until the first ends."""
 
         def __init__(self):
             self.open = False
@@ -229,19 +225,19 @@ def test_waits_in_router_and_engine_are_separate():
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
-def test_goodput_is_the_share_of_all_that_arrived(semantics):
+def test_goodput_is_a_share_of_all_arrived_requests(semantics):
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32, semantics=semantics)
     rows = trace()
     times = [row["ttft_ms"] for row in fleet(args=args).run(rows).per_request()]
     limit = sorted(times)[19]
     report = fleet(args=args, slo=Objectives(ttft_ms=limit)).run(rows)
-    assert sum(time <= limit for time in times) / 40 == report.figure("goodput")  # inclusive
+    assert sum(time <= limit for time in times) / 40 == report.figure("goodput")  # the limit is inclusive
     assert semantics != "1.6.1" or 40 * report.figure("goodput") == report.to_json()["goodput_completed_requests"]
     stopped = fleet(args=args, slo=Objectives(ttft_ms=limit), stop_ms=50).run(rows)
     assert stopped.figure("goodput") < 20 / stopped.arrived
 
 
-def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
+def test_the_json_of_a_fleet_report_has_dynamo_keys_and_one_fleet_key():
     report = fleet(Fixed(0, 1, 0)).run([request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])])
     whole = json.loads(json.dumps(report.to_json()))
     routed = whole.pop("fleet")
@@ -252,7 +248,7 @@ def test_json_has_the_keys_of_dynamo_and_its_own_under_one():
     assert report.figure("ttft_p95", 1) == routed["workers"][1]["ttft_p95"]
 
 
-def test_a_figure_that_a_recorded_report_may_have_keeps_its_key():
+def test_figures_of_saved_reports_keep_their_json_keys():
     routed = fleet(RoundRobin()).run(trace()).to_json()["fleet"]
     counts = "requests completed hit_ratio overlap_selected overlap_best overlap_regret of_best promised_not_found believed_not_found"  # noqa: E501
     work = "found_not_promised prompt_tokens_computed blocks_evicted preemptions router_wait_ms engine_wait_ms goodput"
@@ -264,8 +260,8 @@ def test_a_figure_that_a_recorded_report_may_have_keeps_its_key():
     assert {*counts.split(), *work.split(), *points, "worker", "since_ms", "until_ms"} <= set(routed["workers"][0])
 
 
-def test_a_lone_engine_has_the_percentiles_of_its_release():
-    """One run of one engine has one p90 of its gaps, whoever reports it: from 1.6.1 on it comes from a sketch."""
+def test_a_single_engine_and_a_fleet_of_one_have_the_same_percentiles():
+    """One run of one engine has one p90 of its gaps in every report; from 1.6.1 on it comes from a sketch."""
     rows = [request(10.0 * each, range(each, each + 2 + each % 3), 2 + each % 7) for each in range(30)]
     for semantics, differ in (("1.2.1", False), ("1.6.1", True)):
         args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
@@ -283,7 +279,7 @@ def test_a_lone_engine_has_the_percentiles_of_its_release():
                 assert served[f"{point}_{name}"] == alone[f"{point}_{name}"], (semantics, point, name)
 
 
-def test_every_figure_has_a_value_by_its_name():
+def test_every_figure_can_be_read_by_its_name():
     report = fleet(slo=Objectives(ttft_ms=100)).run(trace())
     row = report.rows()[None]
     assert set(names_of("all", "worker", "latency")) == set(row)
@@ -294,7 +290,7 @@ def test_every_figure_has_a_value_by_its_name():
 
 
 def test_every_figure_is_explained():
-    """By its name, or by what its name begins with."""
+    """Either by its full name or by a prefix of it."""
     explained = set(re.findall(r"`(\w+?)(?:_\.\.\.)?`", Report.__doc__))
     names = {name: {name, name.partition("_")[0]} for name in names_of("all", "worker", "latency")}
     assert [name for name, known in names.items() if explained.isdisjoint(known)] == []
@@ -309,19 +305,19 @@ def test_a_report_is_printed_as_a_table():
     assert lines[10].startswith("30 ms: crash of worker 1")
 
 
-def test_a_table_that_just_fits_is_not_folded():
+def test_a_table_that_exactly_fits_the_width_is_not_folded():
     named, columns = [["worker", "0"]], [["x" * 10, "1"]] * 9
     assert [len(line) for line in folded(named, [*columns, ["y" * 4, "2"]]).splitlines()[:1]] == [MOST_WIDE]
     assert len(folded(named, [*columns, ["y" * 5, "2"]]).splitlines()) == 4
 
 
-def test_a_sketch_tells_the_first_value_above_zero_from_the_last_zero():
-    """Of ten values the median is the sixth."""
+def test_a_sketch_distinguishes_zero_from_the_first_value_above_zero():
+    """The median of ten values is the sixth."""
     assert [round(Sketch([0.0, 1.0], [zeros, 10 - zeros]).percentiles()["median"], 2) for zeros in (6, 5)] == [0.0, 1.0]
 
 
 @pytest.mark.parametrize("seed", seeds(50))
-def test_the_sketch_of_all_is_that_of_the_values_of_its_parts(seed):
+def test_a_merged_sketch_equals_the_sketch_of_all_values(seed):
     draw = Random(seed)
     values = [draw.choice([0.0, 1e-301, draw.random(), draw.uniform(1, 1e6)]) for _ in range(draw.randrange(40))]
     cut = sorted(draw.randrange(len(values) + 1) for _ in range(3))
@@ -331,8 +327,8 @@ def test_the_sketch_of_all_is_that_of_the_values_of_its_parts(seed):
 
 
 @pytest.mark.parametrize("seed", seeds(100))
-def test_blocks_that_were_there_before_are_the_same_by_ids_and_by_hashes(seed):
-    """Ids that have the low 32 bits in common have the same tokens; the last block of ids may be one of several."""
+def test_repeated_leading_blocks_are_the_same_by_ids_and_by_tokens(seed):
+    """Ids with equal low 32 bits have the same tokens; a block may contain several ids."""
     draw, times, size = Random(seed), 12, 4
     rows = [draw.choices([1, 2, 2**32 + 1], k=draw.randint(1, 4)) for _ in range(30)]
     runs = [TokenRuns(ids, times, draw.randint(1, times * len(ids))) for ids in rows]
@@ -340,13 +336,13 @@ def test_blocks_that_were_there_before_are_the_same_by_ids_and_by_hashes(seed):
     expected = list(leading_blocks(by_tokens, size))
     assert sum(expected)
     assert list(leading_blocks([Prompt(run) for run in runs], size)) == expected
-    assert list(leading_blocks([*map(Prompt, runs[:15]), *by_tokens[15:]], size)) == expected  # of both kinds
+    assert list(leading_blocks([*map(Prompt, runs[:15]), *by_tokens[15:]], size)) == expected  # mixed
     assert [*leading_blocks(by_tokens, 5)] == list(leading_blocks([Prompt(run) for run in runs], 5))
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
-def test_figures_do_not_depend_on_earlier_calls(semantics):
-    """JSON, text and single figures, in any order: each is what a report says that was asked for nothing else."""
+def test_figures_of_a_report_do_not_depend_on_earlier_calls(semantics):
+    """JSON, text and single figures are the same in any order as from a fresh report."""
 
     def report():
         args = MockEngineArgs(num_gpu_blocks=96, block_size=4, max_num_batched_tokens=32, semantics=semantics)
@@ -369,7 +365,7 @@ def test_figures_do_not_depend_on_earlier_calls(semantics):
         assert fresh == {name: ask() for name, ask in once.items()}, first
 
 
-def test_a_report_of_an_engine_that_continues_follows_it():
+def test_a_report_of_a_running_engine_is_updated():
     engine = MockEngine(ARGS)
     engine.submit(Prompt(hashes=[1, 2]), 4, 0.0)
     report = engine.report
@@ -379,7 +375,7 @@ def test_a_report_of_an_engine_that_continues_follows_it():
 
 
 def test_a_printed_table_fits_a_terminal():
-    """What has no room goes on below, and each part names its rows."""
+    """Columns without room continue below, and each part repeats the row names."""
     engines = {(worker, 0): MockEngine(ARGS) for worker in (10, 2000)}
     report = Fleet(engines, RightRouter(list(engines)), slo=Objectives(ttft_ms=20)).run(trace(), name="small")
     lines = report.run.table(report.rows()).splitlines()
@@ -409,7 +405,7 @@ def test_a_run_without_a_router_has_a_report():
     assert (engine.passes, len(engine.requests)) == (alone.run.passes, alone.figure("completed"))
 
 
-def test_lone_engines_are_compared_by_their_requests():
+def test_reports_of_single_engines_with_different_requests_are_different_traces():
     reports = []
     for prompt in (range(12), range(12), range(16)):
         engine = MockEngine(ARGS)
@@ -422,7 +418,7 @@ def test_lone_engines_are_compared_by_their_requests():
         one.assert_no_worse(other, ttft_p95=1.0)
 
 
-def test_a_figure_of_dynamo_has_the_name_of_its_key():
+def test_a_dynamo_figure_has_the_value_of_its_json_key():
     report = fleet(slo=Objectives(ttft_ms=100)).run(trace())
     keys = {each.name: each.key for each in FIGURES.values() if each.key is not None and not each.is_long}
     whole = report.to_json()
@@ -430,7 +426,7 @@ def test_a_figure_of_dynamo_has_the_name_of_its_key():
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
-def test_the_repr_of_a_report_is_a_line(semantics):
+def test_the_repr_of_a_report_is_one_line(semantics):
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
     report = fleet(RoundRobin(), args=args, stop_ms=400, record=True).run(trace(), name="mine")
     done = len(report.completed)
@@ -441,7 +437,7 @@ def test_the_repr_of_a_report_is_a_line(semantics):
     assert repr(engine.run()) == "<Report: 1 of 1 requests finished>"
 
 
-def test_a_worker_that_came_late_counts_by_its_time():
+def test_a_worker_that_joined_late_counts_by_its_share_of_picks():
     rows = [request(100 * each, [each], 1) for each in range(11)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 1, 2, 0, 1, 2, 0))
     one.at(500).join(engine=MockEngine(ARGS))
@@ -452,8 +448,8 @@ def test_a_worker_that_came_late_counts_by_its_time():
 
 
 @pytest.mark.parametrize("of", ["requests", "prompt_tokens", "open_requests"])
-def test_balance_is_by_the_picks_of_a_worker_and_not_by_the_time(of):
-    """One late request stretches the time a hundred times; the worker that left was there for half of the picks."""
+def test_balance_is_weighted_by_picks_and_not_by_time(of):
+    """One late request stretches the run a hundredfold; the worker that left was there for half of the picks."""
     rows = [request(100 * each, [each], 1) for each in range(7)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0, 0), count=2)
     one.at(350).leave(1)
@@ -462,8 +458,8 @@ def test_balance_is_by_the_picks_of_a_worker_and_not_by_the_time(of):
     assert (6 / 8 * 1.5) == report.figure("balance_requests") == report.figure("balance_prompt_tokens")
 
 
-def test_one_that_crashed_is_a_candidate_until_the_router_knows():
-    """Picks that came back count too: they were sent there."""
+def test_a_crashed_worker_is_a_candidate_until_the_router_is_notified():
+    """Picks whose requests came back count too, because they were sent there."""
     rows = [request(100 * each, [each], 1) for each in range(6)]
     one = fleet(Fixed(0, 1, 0, 1, 0, 0, 0))
     one.at(250).crash(1, notice_ms=100)
@@ -477,8 +473,8 @@ def test_one_that_crashed_is_a_candidate_until_the_router_knows():
 @pytest.mark.parametrize("happen", ["crash", "leave"])
 @pytest.mark.parametrize("router", [RoundRobin, LeastLoaded, DynamoRouter])
 @pytest.mark.parametrize("count", [2, 4])
-def test_right_routers_are_balanced_after_one_worker_is_gone(router, happen, count, seed):
-    """Late turns of sessions stretch the run to several times the time in which most requests are picked for."""
+def test_correct_routers_are_balanced_after_one_worker_is_gone(router, happen, count, seed):
+    """Late turns of sessions stretch the run to several times the period with most of the picks."""
     one = fleet(router(), count)
     getattr(one.at(800), happen)(1)
     rows = trace(200, seed, groups=8, delay_ms=(50, 400), interval_ms=20)
@@ -486,7 +482,7 @@ def test_right_routers_are_balanced_after_one_worker_is_gone(router, happen, cou
     report.assert_balanced()
 
 
-def test_rows_of_requests_have_their_pick():
+def test_request_rows_contain_the_overlaps_of_their_pick():
     report = fleet(Fixed(0, 1)).run([request(0, [1, 2, 3]), request(500, [1, 2, 4])])
     row = report.per_request()[1]
     assert tuple(
@@ -494,7 +490,7 @@ def test_rows_of_requests_have_their_pick():
     ) == (0, 2, 2)
 
 
-def test_in_1_6_the_pick_is_in_the_routing_history_too():
+def test_in_1_6_the_routing_history_contains_the_pick():
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics="1.6.1")
     report = Fleet([MockEngine(args, backend="vllm") for _ in range(2)], Fixed(0, 1)).run(
         [request(0, [1, 2, 3]), request(500, [1, 2, 4])]
@@ -506,7 +502,7 @@ def test_in_1_6_the_pick_is_in_the_routing_history_too():
 
 
 class Queues(Fixed):
-    """Has requests wait while one is open."""
+    """A router that lets requests wait while one is open."""
 
     open = 0
 
@@ -521,10 +517,8 @@ class Queues(Fixed):
 
 
 @pytest.mark.parametrize("semantics", ["1.2.1", "1.6.1"])
-def test_overlaps_of_one_that_waited_are_those_of_its_arrival_as_1_6_1_reports_them(semantics):
-    """The first is computed, then the second while the third waits: all arrive at empty engines, the third finds its
-    prefix on both.
-    """
+def test_overlaps_of_a_request_that_waited_are_those_at_its_arrival(semantics):
+    """All three arrive at empty engines; the third waits until both engines hold its prefix."""
     args = MockEngineArgs(num_gpu_blocks=96, block_size=4, semantics=semantics)
     backend = "vllm" if semantics == "1.6.1" else "lineage"
     rows = [request(0, [1, 2, 3]), request(0, [1, 2, 4]), request(0, [1, 2, 5])]
@@ -538,7 +532,7 @@ def test_overlaps_of_one_that_waited_are_those_of_its_arrival_as_1_6_1_reports_t
         assert tuple(
             of[f"{name}_blocks"] for name in ("selected_overlap", "best_available_overlap", "overlap_regret")
         ) == (0, 0, 0)
-    # What was given away, and what was promised, is by what was held when it was picked for.
+    # Regret and promises use what the workers held at the time of the pick.
     assert (row["promised_blocks"], row["found_blocks"]) == (2, 2)
     whole = report.rows()[None]
     assert (whole["overlap_selected"], whole["overlap_best"], whole["of_best"]) == (2, 4, 0.5)
@@ -548,7 +542,7 @@ def test_overlaps_of_one_that_waited_are_those_of_its_arrival_as_1_6_1_reports_t
     assert (page["overlap"], page["best_overlap"]) == ([0, 0, 2], [0, 2, 2])
 
 
-def test_a_request_that_is_sent_again_has_the_overlaps_of_its_second_arrival():
+def test_a_resent_request_has_the_overlaps_of_its_second_arrival():
     rows = [request(0, [1, 2, 3], 2), request(500, [1, 2, 4], 60)]
     one = fleet(Fixed(0, 1, 0))
     one.at(520).crash(1)
@@ -561,7 +555,7 @@ def test_a_request_that_is_sent_again_has_the_overlaps_of_its_second_arrival():
     [("mixed", "sglang", 8), ("1.6.1", "mocker_sglang_1_6", 60)],
 )
 def test_before_1_6_a_prefill_of_sglang_reads_at_most_one_chunk_of_a_prefix(semantics, backend, reused):
-    """So `of_ideal` is low there, whatever the router does: the docstring says so."""
+    """`of_ideal` is therefore low there for every router, as its docstring says."""
     args = MockEngineArgs(
         "sglang", num_gpu_blocks=96, block_size=4, semantics=semantics, sglang=SglangArgs(chunked_prefill_size=8)
     )
@@ -575,10 +569,8 @@ REUSES = ["lineage", "multi_lru", "hash_cache", "vllm", "sglang", "mocker_sglang
 
 
 @pytest.mark.parametrize("backend", REUSES)
-def test_promised_blocks_are_those_that_an_engine_may_reuse(backend):
-    """Four whole blocks, all cached: an engine that computes the last token again reuses three of them, another one
-    all.
-    """
+def test_promised_blocks_are_those_that_an_engine_can_reuse(backend):
+    """Of four cached whole blocks, an engine that recomputes the last token reuses three, any other all four."""
     args = MockEngineArgs("sglang" if "sglang" in backend else "vllm", num_gpu_blocks=96, block_size=4)
     engine = MockEngine(args, backend=backend)
     report = Fleet([engine], Fixed(0, 0)).run([request(0, [1, 2, 3, 4]), request(500, [1, 2, 3, 4])])
@@ -590,7 +582,7 @@ def test_promised_blocks_are_those_that_an_engine_may_reuse(backend):
 
 @pytest.mark.parametrize(("kind", "backend"), [("vllm", "vllm"), ("sglang", "mocker_sglang_1_6")])
 @pytest.mark.parametrize(("output", "blocks"), [(0, 4), (1, 3)])
-def test_in_1_6_one_without_output_may_reuse_its_last_token(kind, backend, output, blocks):
+def test_in_1_6_a_request_without_output_can_reuse_its_last_token(kind, backend, output, blocks):
     args = MockEngineArgs(kind, num_gpu_blocks=96, block_size=4, semantics="1.6.1")
     rows = [request(0, [1, 2, 3, 4]), request(500, [1, 2, 3, 4], output)]
     report = Fleet([MockEngine(args, backend=backend)], Fixed(0, 0)).run(rows)
@@ -601,7 +593,7 @@ def test_in_1_6_one_without_output_may_reuse_its_last_token(kind, backend, outpu
 # --------------------------------------------------------------------------------------------------------- compare
 
 
-def test_compare_has_both_values_and_is_a_table():
+def test_compare_returns_both_values_and_prints_a_table():
     rows = trace()
     one, other = fleet(MostCached()).run(rows), fleet(RoundRobin()).run(rows)
     compared = one.compare(other)
@@ -611,7 +603,7 @@ def test_compare_has_both_values_and_is_a_table():
     assert dict(compared) == dict(one.compare(json.loads(json.dumps(other.to_json()))))
 
 
-def test_a_comparison_tells_improvements_from_noise():
+def test_a_comparison_distinguishes_improvements_from_noise():
     one, other = fleet(MostCached()).run(trace()), fleet(RoundRobin()).run(trace())
     compared = one.compare(other)
     assert (compared.verdict("hit_ratio"), compared.verdict("overlap_selected")) == ("better", "")
@@ -629,13 +621,13 @@ def test_equal_reports_compare_as_equal():
     assert str(one.compare(other)) == "DynamoRouter and DynamoRouter: all figures are equal"
 
 
-def test_two_runs_of_a_router_that_draws_are_noted():
+def test_comparing_two_runs_of_a_random_router_adds_a_note():
     one, other = (fleet(DynamoRouter(rng=Random(seed))).run(trace()) for seed in range(2))
     (note,) = one.compare(other).notes
     assert note.startswith("the same trace and DynamoRouter twice, yet other picks")
 
 
-def test_caches_that_an_earlier_run_filled_are_noted():
+def test_comparing_runs_with_different_initial_caches_adds_a_note():
     served = fleet(RoundRobin())
     first, second = served.run(trace()), served.run(trace())
     assert 0 == first.run.facts.held_before < second.run.facts.held_before
@@ -655,7 +647,7 @@ def test_caches_that_an_earlier_run_filled_are_noted():
     assert "note" not in str(failure.value)
 
 
-def test_two_traces_are_noted():
+def test_comparing_runs_of_different_traces_adds_a_note():
     one, other = fleet().run(trace(), name="mine"), fleet().run(trace(seed=1), name="yours")
     assert one.compare(other).notes == ["these are two traces: mine, and yours"]
 
@@ -689,7 +681,7 @@ def test_a_record_has_passes_and_candidates_and_changes_nothing():
     assert pick.best_overlap == max(each.overlap for each in record.candidates)
 
 
-def test_loads_of_a_record_are_the_load_book_whatever_the_router_is_shown():
+def test_a_record_has_the_loads_of_the_load_book_whatever_the_router_is_shown():
     shown = []
 
     class Watching(RoundRobin):
@@ -708,7 +700,7 @@ def test_loads_of_a_record_are_the_load_book_whatever_the_router_is_shown():
 
 @pytest.mark.parametrize("backend", ["lineage", "multi_lru", "hash_cache", "vllm", "mocker_sglang_1_6", "sglang"])
 @pytest.mark.parametrize("happen", ["nothing", "crash", "restart", "leave", "join"])
-def test_a_right_router_has_no_regret(backend, happen):
+def test_a_correct_router_has_no_regret(backend, happen):
     args = MockEngineArgs("sglang", num_gpu_blocks=96, block_size=4) if "sglang" in backend else ARGS
     engines = [MockEngine(args, backend=backend, seed=seed) for seed in range(3)]
     one = Fleet(engines, DynamoRouter(rng=Random(3)), record=True)
@@ -721,7 +713,7 @@ def test_a_right_router_has_no_regret(backend, happen):
     report.assert_regret(DynamoRouter())
 
 
-def test_regret_is_what_a_pick_cost_beyond_the_cheapest():
+def test_regret_is_the_cost_of_a_pick_above_the_cheapest():
     rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
     regret = fleet(Fixed(0, 1, 0), record=True).run(rows).regret(Own())
     assert regret.picks == [(1, 2)]
@@ -740,8 +732,8 @@ def test_regret_uses_true_caches_although_events_arrive_late():
     assert "the router was shown overlaps 0, 0" in late.explain()
 
 
-def test_regret_notes_polled_loads():
-    """A right router that was shown what was polled a while ago is not blamed without that being said."""
+def test_a_regret_failure_notes_that_loads_were_polled():
+    """A correct router with outdated polled loads has some regret, so the failure says that loads were polled."""
     polled = fleet(DynamoRouter(tie="first"), loads="engine", loads_every_ms=500, record=True).run(trace())
     with pytest.raises(AssertionError) as failure:
         polled.assert_regret(DynamoRouter())
@@ -784,13 +776,13 @@ def test_assert_slo_shows_the_worst_request_and_its_pick():
     assert lines[2].startswith("the worst pick 1 at 500 ms: request 1 went to worker 1, which held 0 blocks of it")
 
 
-def test_what_never_ended_keeps_no_slo():
+def test_an_unfinished_request_does_not_meet_its_slo():
     report = fleet(stop_ms=50).run(trace())
     with pytest.raises(AssertionError, match=f"of {report.arrived} requests"):
         report.assert_slo(e2e_ms=1e6, at=1.0)
 
 
-def test_assert_hit_ratio_by_each_of_its_questions():
+def test_assert_hit_ratio_checks_each_of_its_limits():
     rows = [request(0, [1, 2, 3]), request(500, [1, 2, 4]), request(1000, [1, 2, 5])]
     good, bad = fleet(Fixed(0, 0, 0)).run(rows), fleet(Fixed(0, 1, 0)).run(rows)
     good.assert_hit_ratio(at_least=4 / 9, of_ideal=1.0, of_best=1.0, times=(2.0, bad))
@@ -815,7 +807,7 @@ def test_assert_balanced_shows_the_row_of_the_worker():
         report.assert_balanced(1.0, of="prompt_tokens")
 
 
-def test_assert_no_worse_is_against_the_best_of_others():
+def test_assert_no_worse_compares_with_the_best_other_report():
     rows = trace()
     one, other = fleet(MostCached()).run(rows), fleet(RoundRobin()).run(rows)
     one.assert_no_worse([one, other], ttft_p95=10, hit_ratio=0.1)
@@ -827,7 +819,7 @@ def test_assert_no_worse_is_against_the_best_of_others():
         other.assert_no_worse(than=[one], ttft_p95=0.5)
 
 
-def test_assertions_on_another_trace_name_both():
+def test_assertions_that_compare_different_traces_name_both():
     one, other = fleet().run(trace(), name="mine"), fleet().run(trace(seed=1))
     text = rf"the other report is of another trace: trace {other.run.trace_digest} of 40 requests; this one is of mine"
     with pytest.raises(ValueError, match=text):
@@ -848,12 +840,12 @@ def test_assertions_on_another_trace_name_both():
     ],
     ids=["slo", "hit-ratio", "balanced", "no-worse", "regret", "no-drift"],
 )
-def test_a_report_without_requests_cannot_be_required_anything(require):
+def test_assertions_on_a_report_without_requests_are_refused(require):
     with pytest.raises(ValueError, match="the report has no requests: none arrived"):
         require(fleet(RightRouter(range(2)), stop_ms=0).run(trace()))
 
 
-def test_a_report_of_a_harness_without_requests_cannot_be_required_anything():
+def test_assertions_on_a_harness_report_without_requests_are_refused():
     world = RouterHarness(EngineProfile(num_blocks=64, block_size=4, workers=2))
     report = world.fleet(RoundRobin(), stop_ms=0).run(trace())
     with pytest.raises(ValueError, match="assert_no_event_errors: the report has no requests: none arrived"):
@@ -889,19 +881,19 @@ def test_a_report_of_a_harness_without_requests_cannot_be_required_anything():
     ],
     ids=map(str, range(20)),
 )
-def test_bad_input_is_one_clear_error(require, text):
+def test_invalid_arguments_of_assertions_are_refused(require, text):
     with pytest.raises(ValueError, match=text):
         require(fleet().run(trace()))
 
 
-def test_of_best_has_no_value_where_nothing_was_ever_held():
+def test_of_best_has_no_value_if_no_worker_held_a_block():
     report = fleet(RoundRobin()).run([request(500 * each, [each]) for each in range(3)])
     assert report.figure("of_best") is None
     with pytest.raises(ValueError, match="of_best has no value here: there was nothing to count"):
         report.assert_hit_ratio(of_best=0.5)
 
 
-def test_latencies_of_which_there_are_none_are_not_as_good_as_others():
+def test_assert_no_worse_refuses_reports_without_latencies():
     nothing = fleet(args=MockEngineArgs(num_gpu_blocks=96, block_size=4, max_model_len=2, semantics="1.6.1")).run(
         trace()
     )
@@ -913,7 +905,7 @@ def test_latencies_of_which_there_are_none_are_not_as_good_as_others():
     something.assert_no_worse([nothing, something], ttft_p95=1)
 
 
-def test_times_must_be_a_pair_with_a_report():
+def test_times_of_assert_hit_ratio_must_be_a_factor_and_a_report():
     report = fleet().run(trace())
     with pytest.raises(TypeError, match=r"assert_hit_ratio: times must be \(factor, report\), got 1.5"):
         report.assert_hit_ratio(times=1.5)
@@ -923,17 +915,17 @@ def test_times_must_be_a_pair_with_a_report():
 
 @pytest.mark.parametrize("name", ["ttft_ms", "itl_ms", "e2e_ms"])
 @pytest.mark.parametrize("value", [-1, "1"])
-def test_limits_must_be_times(name, value):
+def test_limits_of_objectives_must_be_times(name, value):
     with pytest.raises(ValueError, match=f"Objectives: {name} must be a finite number of at least 0"):
         Objectives(**{name: value})
 
 
-def test_limits_are_given_together():
+def test_slo_must_be_an_objectives_object():
     with pytest.raises(TypeError, match=r"^Fleet: slo must be Objectives\(ttft_ms=, itl_ms=, e2e_ms=\), got 500$"):
         fleet(slo=500)
 
 
-def test_prompts_of_tokens_have_figures_too():
+def test_prompts_of_tokens_have_overlap_figures():
     rows = [FleetRequest(range(12), 2, 500.0 * each) for each in range(2)]
     report = fleet(Fixed(0, 0)).run(rows)
     assert report.figure("overlap_selected") == 3

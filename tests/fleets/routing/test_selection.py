@@ -1,4 +1,4 @@
-"""The draw of a worker by temperature."""
+"""Random selection of a worker by temperature."""
 
 from random import Random
 
@@ -8,7 +8,7 @@ from pytest_kvmock.fleets import DynamoRouter
 
 
 class Drawn(Random):
-    """Draws this number."""
+    """A generator that always draws the given number."""
 
     def __init__(self, number):
         super().__init__(0)
@@ -19,12 +19,12 @@ class Drawn(Random):
 
 
 @pytest.mark.parametrize(("drawn", "position"), [(0.0, 0), (0.49, 0), (0.5, 0), (0.51, 1), (1.0, 1)], ids=str)
-def test_a_worker_is_drawn_by_its_weight_up_to_its_share(drawn, position):
+def test_a_random_number_selects_a_worker_by_cumulative_weight(drawn, position):
     router = DynamoRouter(router_temperature=0.001, rng=Drawn(drawn))
-    assert position == router._sampled([7.0, 7.0, 8.0])  # weights of 1, 1 and none
+    assert position == router._sampled([7.0, 7.0, 8.0])  # weights 1, 1 and 0
 
 
-def test_the_cheaper_of_two_is_drawn_the_more_often_the_lower_the_temperature():
+def test_a_lower_temperature_selects_the_cheaper_worker_more_often():
     def share(temperature):
         router = DynamoRouter(router_temperature=temperature, rng=Random(1))
         return sum(not router._sampled([1.0, 2.0]) for _ in range(2000)) / 2000

@@ -1,4 +1,4 @@
-"""Reading Mooncake traces, and making up traces of the same form."""
+"""Reading Mooncake traces, and generating synthetic traces of the same form."""
 
 import json
 import pickle
@@ -18,7 +18,7 @@ GOOD = '{"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0
 
 
 def row(**fields):
-    """One line of a trace: a good one, with these fields changed; a field given as ... is left out."""
+    """Return a valid line of a trace with some fields changed; a field given as ... is left out."""
     both = {"timestamp": 0, "input_length": 600, "output_length": 5, "hash_ids": [0, 1]} | fields
     return json.dumps({name: value for name, value in both.items() if value is not ...})
 
@@ -26,26 +26,26 @@ def row(**fields):
 # ------------------------------------------------------------------------------------------------------ prompts
 
 
-def test_a_prompt_has_the_complete_blocks_and_the_length_in_tokens():
+def test_a_prompt_has_hashes_of_its_complete_blocks_and_its_length():
     prompt = TraceRequest(0.0, 1300, 5, (7, 8, 9)).prompt()
     assert prompt.block_hashes(512) == [7, 8]
     assert sequence_hashes([7, 8]) == prompt.sequence_hashes(512)
     assert prompt.length(512) == 1300
 
 
-def test_a_last_block_that_is_exactly_full_is_a_block():
+def test_an_exactly_full_last_block_counts_as_a_block():
     prompt = TraceRequest(0.0, 1024, 5, (7, 8)).prompt()
     assert prompt.block_hashes(512) == [7, 8]
     assert prompt.length(512) == 1024
 
 
-def test_a_prompt_of_whole_blocks_has_every_id_at_any_block_size():
+def test_a_prompt_of_whole_blocks_has_all_ids_at_any_block_size():
     prompt = TraceRequest(0.0, 1300, 5, (7, 8, 9)).prompt(whole_blocks=True)
     assert [7, 8, 9] == prompt.block_hashes(512) == prompt.block_hashes(16)
     assert (prompt.length(512), prompt.length(16)) == (1536, 48)
 
 
-def test_a_prompt_follows_the_block_size_of_the_trace():
+def test_a_prompt_uses_the_block_size_of_the_trace():
     prompt = TraceRequest(0.0, 33, 5, (7, 8, 9)).prompt(16)
     assert prompt.block_hashes(16) == [7, 8]
     assert prompt.length(16) == 33
@@ -70,7 +70,7 @@ def test_a_prompt_of_tokens_repeats_each_id_and_ends_with_the_input():
     assert prompt.tokens == (7, 7, 7, 7, 8, 8, 8, 8, 9, 9)
 
 
-def test_a_prompt_of_tokens_has_their_hashes_at_any_block_size():
+def test_a_prompt_of_tokens_has_the_hashes_of_its_tokens_at_any_block_size():
     prompt = TraceRequest(0.0, 1300, 5, (7, 8, 9)).prompt(tokens=True)
     tokens = [7] * 512 + [8] * 512 + [9] * 276
     assert block_hashes(tokens, 512) == prompt.block_hashes(512)
@@ -78,21 +78,21 @@ def test_a_prompt_of_tokens_has_their_hashes_at_any_block_size():
     assert prompt.length(16) == 1300
 
 
-def test_a_token_is_the_low_half_of_its_id():
+def test_a_token_is_the_low_32_bits_of_its_hash_id():
     assert TraceRequest(0.0, 2, 5, (2**32 + 1, 2**64 - 1)).prompt(1, tokens=True).tokens == (1, 2**32 - 1)
 
 
-def test_whole_blocks_of_tokens_are_not_cut():
+def test_with_whole_blocks_the_last_block_of_tokens_is_not_cut():
     prompt = TraceRequest(0.0, 5, 5, (7, 8)).prompt(4, tokens=True, whole_blocks=True)
     assert prompt.tokens == (7, 7, 7, 7, 8, 8, 8, 8)
 
 
-def test_a_prompt_of_tokens_needs_one_id_for_each_block_too():
+def test_a_prompt_of_tokens_needs_one_id_for_each_block():
     with pytest.raises(ValueError, match="3 are expected"):
         TraceRequest(0.0, 1300, 5, (7, 8)).prompt(tokens=True)
 
 
-def test_a_request_with_tokens_makes_them_unless_it_is_asked_for_hashes():
+def test_a_request_with_tokens_makes_a_prompt_of_tokens_unless_tokens_is_false():
     request = TraceRequest(0.0, 4, 5, (7,), with_tokens=True)
     assert request.prompt(4).tokens == (7, 7, 7, 7)
     assert request.prompt(4, tokens=False).tokens is None
@@ -115,7 +115,7 @@ def test_every_field_is_read():
     ] == list(read_mooncake(lines))
 
 
-def test_optional_fields_may_be_absent_or_null_and_unknown_ones_are_ignored():
+def test_optional_fields_can_be_absent_or_null_and_unknown_fields_are_ignored():
     bare = TraceRequest(None, 600, 5, (0, 1))
     lines = [
         row(timestamp=...),
@@ -125,28 +125,28 @@ def test_optional_fields_may_be_absent_or_null_and_unknown_ones_are_ignored():
     assert [bare] * 3 == list(read_mooncake(lines))
 
 
-def test_an_empty_prompt_and_no_output_are_requests():
+def test_an_empty_prompt_without_output_is_a_valid_request():
     assert [TraceRequest(0.0, 0, 0, ())] == list(read_mooncake([row(input_length=0, output_length=0, hash_ids=[])]))
 
 
-def test_a_delay_of_0_may_stand_on_a_first_turn():
+def test_a_first_turn_may_have_a_delay_of_0():
     lines = [row(delay=0), row(delay=0.0, session_id="a")]
     assert [request.delay for request in read_mooncake(lines)] == [0.0, 0.0]
 
 
-def test_lines_may_be_text_or_bytes_end_as_they_like_and_begin_with_a_mark():
+def test_lines_can_be_text_or_bytes_with_any_line_ending_and_a_byte_order_mark():
     lines = ["\ufeff" + GOOD, GOOD + "\n", GOOD.encode() + b"\r\n", GOOD.encode()]
     assert len(list(read_mooncake(lines))) == 4
 
 
-def test_a_file_is_read_by_name_with_or_without_a_newline_at_its_end(tmp_path):
+def test_a_file_is_read_with_or_without_a_final_newline(tmp_path):
     path = tmp_path / "trace.jsonl"
     for text in (f"{GOOD}\n{GOOD}", f"{GOOD}\n{GOOD}\n", f"\n{GOOD}\r\n  \n\t\n{GOOD}\n\n"):
         path.write_text(text, encoding="utf-8", newline="")
         assert 2 == len(list(read_mooncake(path))) == len(list(read_mooncake(str(path))))
 
 
-def test_a_file_that_is_not_there_is_named(tmp_path):
+def test_a_missing_trace_file_is_named(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"nowhere\.jsonl"):
         next(read_mooncake(tmp_path / "nowhere.jsonl"))
 
@@ -161,7 +161,7 @@ def test_a_file_is_closed_when_the_reading_ends_early(tmp_path):
     assert file.closed
 
 
-def test_lines_are_read_as_they_are_asked_for():
+def test_lines_are_read_lazily():
     read = []
 
     def lines():
@@ -177,7 +177,7 @@ def test_lines_are_read_as_they_are_asked_for():
     assert read == [0, 1]
 
 
-def test_nothing_after_the_limit_is_looked_at():
+def test_lines_after_the_limit_are_not_read():
     def lines():
         yield GOOD
         yield "\n"
@@ -187,14 +187,14 @@ def test_nothing_after_the_limit_is_looked_at():
     assert len(list(read_mooncake(lines(), limit=2))) == 2
 
 
-def test_a_bad_line_spoils_nothing_before_it():
+def test_requests_before_a_bad_line_are_returned():
     requests = read_mooncake([GOOD, GOOD, "{"])
     assert len(list(islice(requests, 2))) == 2
     with pytest.raises(TraceError, match="line 3"):
         next(requests)
 
 
-def test_a_limit_beyond_the_end_reads_the_whole_trace():
+def test_a_limit_beyond_the_end_reads_the_complete_trace():
     assert len(list(read_mooncake([GOOD, GOOD], limit=5))) == 2
 
 
@@ -207,7 +207,7 @@ def test_a_limit_beyond_the_end_reads_the_whole_trace():
         ({"trace_block_size": 0}, ValueError, "block_size must be an integer of at least 1 (tokens a block), got 0"),
     ],
 )
-def test_a_wrong_argument_is_refused_at_the_call(arguments, error, message):
+def test_an_invalid_argument_is_refused_at_the_call(arguments, error, message):
     with pytest.raises(error) as caught:
         read_mooncake([GOOD], **arguments)
     assert str(caught.value) == message
@@ -292,7 +292,7 @@ BAD_LINES = [
     BAD_LINES,
     ids=[f"{number}-{field or 'line'}" for number, (_, field, _) in enumerate(BAD_LINES)],
 )
-def test_a_bad_line_is_one_error_with_its_place_and_what_is_expected(line, field, problem, tmp_path):
+def test_a_bad_line_is_one_error_with_its_place_and_the_expected_value(line, field, problem, tmp_path):
     path = tmp_path / "trace.jsonl"
     raw = line if isinstance(line, bytes) else line.encode()
     path.write_bytes(GOOD.encode() + b"\n\n" + raw + b"\n" + GOOD.encode() + b"\n")
@@ -318,7 +318,7 @@ def test_a_truncated_file_is_reported(tmp_path):
 
 
 @pytest.mark.parametrize("line", ["[" * 100_000, f'{{"input_length": {"9" * 5_000}}}'], ids=["brackets", "digits"])
-def test_json_that_python_refuses_to_read_is_an_error_of_its_line(line):
+def test_json_that_python_cannot_parse_is_an_error_of_its_line(line):
     with pytest.raises(TraceError, match=r"^<lines>, line 1: .*JSON.*, got '"):
         list(read_mooncake([line]))
 
@@ -333,12 +333,12 @@ def test_an_empty_trace_is_an_error(lines, tmp_path):
         assert str(caught.value) == f"{source}: no request in it; at least one line with a JSON object is expected"
 
 
-def test_a_line_that_is_not_a_text_is_an_error():
+def test_a_line_that_is_not_text_is_an_error():
     with pytest.raises(TraceError, match=r"^<lines>, line 1: a line of text is expected, got \{\}$"):
         list(read_mooncake([{}]))
 
 
-def test_an_error_survives_the_way_between_processes():
+def test_a_trace_error_can_be_pickled():
     with pytest.raises(TraceError) as caught:
         list(read_mooncake(["{}"]))
     copy = pickle.loads(pickle.dumps(caught.value))
@@ -359,7 +359,7 @@ json_values = st.recursive(
 
 
 @given(st.sampled_from(["timestamp", "input_length", "output_length", "hash_ids", "session_id", "delay"]), json_values)
-def test_any_value_of_a_field_is_read_as_it_is_or_refused(name, value):
+def test_any_field_value_is_read_unchanged_or_refused(name, value):
     with suppress(TraceError):
         (request,) = read_mooncake([row(**{name: value})])
         found = getattr(request, name)
@@ -373,7 +373,7 @@ def test_any_value_of_a_field_is_read_as_it_is_or_refused(name, value):
         ("mooncake_synthetic_trace.jsonl", 3_993, 121_877, 43_924),
     ],
 )
-def test_the_published_traces_are_read_whole(traces_dir, name, requests, references, unique):
+def test_the_published_traces_are_read_completely(traces_dir, name, requests, references, unique):
     trace = list(read_mooncake(traces_dir / name))
     assert requests == len(trace)
     assert references == sum(len(request.prompt(whole_blocks=True).block_hashes(512)) for request in trace)
@@ -387,7 +387,7 @@ def test_the_published_traces_are_read_whole(traces_dir, name, requests, referen
 
 
 def assert_prefix_ids(trace):
-    """What was found to hold of every published trace."""
+    """Assert that ids are dense and that each block has one parent, as in every published trace."""
     parents = {}
     for request in trace:
         assert len(request.hash_ids) == len(set(request.hash_ids))
@@ -438,7 +438,7 @@ def test_a_synthetic_trace_has_the_form_of_the_published_ones(workload):
 
 
 @given(workloads)
-def test_a_later_turn_continues_from_the_whole_turn_before_and_its_output(workload):
+def test_a_later_turn_extends_the_previous_turn_and_its_output(workload):
     size = workload["block_size"]
     last, turns = {}, {}
     for request in synthetic_trace(**workload):
@@ -474,7 +474,7 @@ def test_sessions_share_the_prefix_of_their_group_and_nothing_else(workload):
 
 
 @given(workloads)
-def test_a_synthetic_trace_is_read_back_as_it_was(workload):
+def test_a_written_synthetic_trace_is_read_back_unchanged(workload):
     trace = list(synthetic_trace(**workload))
     names = ("timestamp", "input_length", "output_length", "hash_ids", "session_id", "delay")
     lines = [json.dumps({name: getattr(request, name) for name in names}) for request in trace]
@@ -482,12 +482,12 @@ def test_a_synthetic_trace_is_read_back_as_it_was(workload):
 
 
 @given(workloads, st.integers(1, 60))
-def test_more_requests_continue_the_same_trace(workload, more):
+def test_a_longer_synthetic_trace_starts_with_the_shorter_one(workload, more):
     longer = workload | {"requests": workload["requests"] + more}
     assert list(synthetic_trace(**workload)) == list(islice(synthetic_trace(**longer), workload["requests"]))
 
 
-def test_the_same_seed_is_the_same_trace_on_every_python():
+def test_the_same_seed_gives_the_same_trace_on_every_python_version():
     recorded = [
         (0.0, 2583, 64, "session_0", None),
         (3935.0, 2495, 374, "session_1", None),
@@ -502,17 +502,17 @@ def test_the_same_seed_is_the_same_trace_on_every_python():
     ]
 
 
-def test_another_seed_is_another_trace():
+def test_another_seed_gives_another_trace():
     assert list(synthetic_trace(5, seed=1)) != list(synthetic_trace(5, seed=2))
 
 
-def test_nothing_is_shared_without_prefixes_and_later_turns():
+def test_without_prefixes_and_later_turns_no_block_is_shared():
     trace = list(synthetic_trace(50, prefix_blocks=(0, 0), turns=(1, 1)))
     blocks = [block for request in trace for block in request.hash_ids]
     assert len(blocks) == len(set(blocks))
 
 
-def test_by_default_about_half_of_the_blocks_were_there_before():
+def test_by_default_about_half_of_the_blocks_are_repeated():
     for seed in range(5):
         trace = list(synthetic_trace(1_000, seed=seed))
         blocks = [block for request in trace for block in request.hash_ids]
@@ -520,7 +520,7 @@ def test_by_default_about_half_of_the_blocks_were_there_before():
         assert 4_000 < sum(request.input_length for request in trace) / len(trace) < 5_500
 
 
-def test_n_sessions_begin_and_have_all_their_turns():
+def test_with_sessions_n_sessions_start_and_have_all_their_turns():
     trace = list(synthetic_trace(sessions=40, turns=(3, 3), seed=3))
     turns = Counter(request.session_id for request in trace)
     assert len(turns) == 40
@@ -531,14 +531,14 @@ def test_n_sessions_begin_and_have_all_their_turns():
     )
 
 
-def test_sessions_that_begin_as_a_poisson_process_have_its_mean_and_its_spread():
+def test_session_starts_of_a_poisson_process_have_its_mean_and_spread():
     starts = [r.timestamp for r in synthetic_trace(sessions=4_000, arrival="poisson", interval_ms=200, turns=(1, 1))]
     gaps = [later - earlier for earlier, later in pairwise(starts)]
     assert 190 < mean(gaps) < 210
     assert 185 < pstdev(gaps) < 215  # of an exponential distribution it is the mean; of a uniform one 115
 
 
-def test_the_generator_makes_no_more_than_is_asked_for():
+def test_the_trace_generator_is_lazy():
     assert len(list(islice(synthetic_trace(10**12), 3))) == 3
 
 
@@ -570,7 +570,7 @@ def test_the_generator_makes_no_more_than_is_asked_for():
         "got 1.5")),
     ],
 )  # fmt: skip
-def test_a_workload_that_makes_no_sense_is_refused_at_the_call(arguments, error, message):
+def test_an_invalid_workload_is_refused_at_the_call(arguments, error, message):
     with pytest.raises(error) as caught:
         synthetic_trace(**{"requests": 5, **arguments})
     assert str(caught.value) == message

@@ -1,4 +1,4 @@
-"""A page: plain data in, one file out that loads nothing, whatever the names in it are."""
+"""Pages: plain data in, one self-contained file out, whatever names the data has."""
 
 import json
 import re
@@ -27,7 +27,7 @@ def elements(html):
 
 
 @pytest.mark.parametrize("kind", ["fleet", "test"])
-def test_a_page_is_one_file_that_loads_nothing(kind):
+def test_a_page_is_one_file_without_external_resources(kind):
     html = render(kind, "a title", {})
     assert [each for tag, each in elements(html) if "src" in each or "href" in each or tag in ("link", "img")] == []
     assert "default-src 'none'" in html
@@ -35,11 +35,11 @@ def test_a_page_is_one_file_that_loads_nothing(kind):
 
 
 @pytest.mark.parametrize("kind", ["fleet", "test"])
-def test_no_script_makes_markup_of_text(kind):
+def test_page_scripts_never_insert_text_as_markup(kind):
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b", render(kind, "", {}))
 
 
-def test_markup_in_names_stays_text():
+def test_markup_in_names_is_escaped():
     html = render("fleet", EVIL, {"router": EVIL})
     plain = render("fleet", "", {"router": ""})
     assert [tag for tag, _ in elements(plain)] == [tag for tag, _ in elements(html)]
@@ -47,7 +47,7 @@ def test_markup_in_names_stays_text():
     assert json.loads(data) == {"title": EVIL, "router": EVIL}
 
 
-def test_page_data_is_plain_json():
+def test_page_data_must_be_plain_json():
     with pytest.raises(TypeError, match="not JSON serializable"):
         render("test", "", {"at": object()})
     with pytest.raises(ValueError, match="not JSON compliant"):
@@ -61,7 +61,7 @@ def test_a_page_is_written_to_a_path(tmp_path):
         write_page(tmp_path / "none" / "a.html", "")
 
 
-def test_thinned_data_keeps_its_bounds():
+def test_thinning_keeps_samples_over_the_whole_range_and_the_peaks():
     assert every(range(3), 3) == [0, 1, 2]
     assert every(range(10), 4) == [0, 2, 5, 7]
     assert peaks([1, 3, 2, 0, 1, 9], 3, key=lambda each: each) == [3, 2, 9]

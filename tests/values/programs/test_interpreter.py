@@ -1,4 +1,4 @@
-"""Operations are done on workers, answered, and raise what the workers raise."""
+"""The interpreter executes operations on workers, returns their results and raises their errors."""
 
 import pytest
 
@@ -29,7 +29,7 @@ def kv():
     return RouterHarness(SMALL, "lru", RadixIndex())
 
 
-def test_each_operation_is_answered(kv):
+def test_the_interpreter_returns_the_result_of_each_operation(kv):
     do = Interpreter(kv).do
     assert [
         do(Prefill("a", (1, 2))),
@@ -44,7 +44,7 @@ def test_each_operation_is_answered(kv):
     assert [do(Restart(announced=True)), do(RemoveWorker(1)), do(DropNext(1, of="stored")), do(Burst(2))] == [None] * 4
 
 
-def test_tokens_are_generated_as_they_are_given(kv):
+def test_decode_generates_the_given_tokens(kv):
     interpreter = Interpreter(kv)
     interpreter.do(Prefill("a", (1,)))
     interpreter.do(Decode("a", 2, of=7))
@@ -53,7 +53,7 @@ def test_tokens_are_generated_as_they_are_given(kv):
     assert kv.overlap([1, 1, 7, 7, 8, 9]) == {0: 3}
 
 
-def test_a_prompt_is_given_by_numbers_tokens_or_hashes():
+def test_an_operation_describes_its_prompt_by_numbers_tokens_or_hashes():
     assert Prefill("a", (1, (5, 6)), 3).prompt(2).tokens == (1, 1, 5, 6, 0, 0, 0)
     assert Serve(tail=(5, 6, 7)).prompt(2).tokens == (5, 6, 7)
     by_hash = Prefill("a", (11, 12), 1, hashed=True).prompt(2)
@@ -61,7 +61,7 @@ def test_a_prompt_is_given_by_numbers_tokens_or_hashes():
     assert Prefill("a", (11, 12), None, hashed=True).prompt(2).num_tokens is None
 
 
-def test_prompts_can_be_kept(kv):
+def test_the_interpreter_can_be_given_the_prompts_of_operations(kv):
     kept = Prompt([1, 1])
     interpreter = Interpreter(kv, lambda step, size: kept)
     interpreter.do(Prefill("a", (7, 8, 9)))
@@ -80,7 +80,7 @@ def test_prompts_can_be_kept(kv):
         (["run"], TypeError),
     ],
 )
-def test_what_a_worker_raises_is_raised(kv, steps, error):
+def test_the_interpreter_raises_the_error_of_a_worker(kv, steps, error):
     interpreter = Interpreter(kv)
     *before, last = steps
     for step in before:
@@ -89,7 +89,7 @@ def test_what_a_worker_raises_is_raised(kv, steps, error):
         interpreter.do(last)
 
 
-def test_what_is_done_is_recorded_and_what_is_recorded_does_it_again(kv):
+def test_replaying_the_recorded_operations_publishes_the_same_events(kv):
     steps = [
         Prefill(1, (), (1, 1, 2, 2)),
         Decode(1, (5,), of=None),
@@ -116,7 +116,7 @@ def test_what_is_done_is_recorded_and_what_is_recorded_does_it_again(kv):
     assert [entry.event for entry in kv.events] == [entry.event for entry in again.events]
 
 
-def test_time_passes_where_an_operation_moves_it_or_waits():
+def test_only_tick_and_waiting_operations_advance_time():
     profile = EngineProfile(block_size=2, num_blocks=2, tiers={"host": 4, "gbps": 1.0, "bytes_per_token": 500_000})
     kv = RouterHarness(profile)
     steps = [Prefill(1, (1, 2)), Finish(1), Tick(5.5), Prefill(2, (3, 4), wait=False)]

@@ -1,4 +1,4 @@
-"""Programs, scenario files and reproductions with prompts that carry more than tokens."""
+"""Programs, scenario files and reproductions whose prompts have keys (adapter, salt, images, session)."""
 
 import pytest
 from scenario_files import load_scenarios, play, scenario_failure, scenario_text
@@ -52,7 +52,7 @@ def by_steps(program):
     return do
 
 
-def test_a_program_is_python_that_makes_it_again_and_calls_that_do_the_same():
+def test_a_program_with_prompt_keys_has_an_equivalent_repr_and_equivalent_calls():
     names = {"Program": Program, "PromptKeys": PromptKeys}
     names |= {kind.__name__: kind for kind in (Prefill, Finish, Serve, Submit, Run)}
     assert eval(repr(PROGRAM), names) == PROGRAM
@@ -66,7 +66,7 @@ def test_a_program_is_python_that_makes_it_again_and_calls_that_do_the_same():
     assert {(extra or {}).get("lora_name") for _, extra in expected} == {"a", "b", None}
 
 
-def test_what_is_recorded_does_it_again():
+def test_replaying_a_recorded_program_with_prompt_keys_publishes_the_same_events():
     kv = RouterHarness(PROFILE, "lineage")
     by_steps(PROGRAM)(kv)
     recorded = [operation for operation, _ in kv.recording.recorded()]
@@ -109,7 +109,7 @@ def load(tmp_path):
 
 
 @pytest.mark.parametrize("backend", ["lineage", "vllm"])
-def test_a_scenario_file_has_what_prompts_carry(load, backend):
+def test_a_scenario_file_can_contain_prompt_keys(load, backend):
     (scenario,) = load(SCENARIO)
     with RouterHarness(PROFILE, backend) as kv:
         play(kv, scenario)
@@ -126,7 +126,7 @@ def test_a_scenario_file_has_what_prompts_carry(load, backend):
         ("event: {removed: [1], extra: {lora_name: a}}", "'extra' belongs to 'stored'"),
     ],
 )
-def test_what_a_file_cannot_say_of_a_prompt(load, wrong, message):
+def test_invalid_prompt_keys_in_a_scenario_file_are_refused(load, wrong, message):
     with pytest.raises(YamlError, match=message):
         load(f"scenarios: {{one: {{steps: [{wrong}]}}}}")
 
@@ -135,7 +135,7 @@ def test_what_a_file_cannot_say_of_a_prompt(load, wrong, message):
 
 
 class IgnoresAdapters(RadixIndex):
-    """An index that drops what was stored for the adapter "bad"."""
+    """An index that ignores the events of adapter "bad"."""
 
     def apply(self, event):
         if (event.extra or {}).get("lora_name") != "bad":
@@ -151,7 +151,7 @@ def failure_of(found, index):
 
 
 @pytest.mark.parametrize("level", ["events", "requests"])
-def test_a_reproduction_has_what_prompts_carry_where_it_matters(load, level):
+def test_a_reproduction_contains_the_prompt_keys_that_matter(load, level):
     kv = RouterHarness(EngineProfile(block_size=4, num_blocks=24), "lineage", IgnoresAdapters())
     for number in range(30):
         name = {"lora_name": "bad"} if number == 20 else {"lora_name": f"a{number % 3}", "session_id": "x"}
@@ -169,7 +169,7 @@ def test_a_reproduction_has_what_prompts_carry_where_it_matters(load, level):
         play(RouterHarness(found.profile, "lineage", IgnoresAdapters()), scenario)
 
 
-def test_irrelevant_keys_are_left_out():
+def test_a_reproduction_leaves_out_irrelevant_prompt_keys():
     class DropsAll(RadixIndex):
         def apply(self, event):
             pass
@@ -181,7 +181,7 @@ def test_irrelevant_keys_are_left_out():
     assert "lora_name" not in found.as_test()
 
 
-def test_a_wrong_hash_is_reproduced_with_what_the_hash_is_made_of():
+def test_a_wrong_hash_of_a_keyed_prompt_is_reproduced():
     right = block_hashes(range(8), 4, lora_name="a")
     wrong = [right[0], right[1] ^ 1]
     kv = RouterHarness(EngineProfile(block_size=4), "lineage")
@@ -196,8 +196,8 @@ def test_a_wrong_hash_is_reproduced_with_what_the_hash_is_made_of():
     assert found.rule == "wrong_hash"
 
 
-def test_the_matrix_of_all_engines_is_known():
-    """A new backend must be looked at: what are its blocks named by?"""
+def test_every_backend_is_covered_by_the_list_of_known_engines():
+    """Decide for each new backend which keys its block hashes include."""
     known = {
         "lineage",
         "lru",
@@ -216,5 +216,5 @@ def test_the_matrix_of_all_engines_is_known():
         "trtllm",
         "trtllm_v2",
     }
-    hybrid = {name for name, spec in BACKENDS.items() if spec.group}  # named as `vllm` names them
+    hybrid = {name for name, spec in BACKENDS.items() if spec.group}  # hashed as by `vllm`
     assert known | hybrid == set(BACKENDS)

@@ -1,4 +1,4 @@
-"""A program as Python does what the program does."""
+"""A program written as Python has the same effect as the program."""
 
 import pytest
 from depth import examples
@@ -28,7 +28,7 @@ ROOMY = EngineProfile(block_size=2, num_blocks=1000, workers=2)
 
 @settings(max_examples=examples(60))
 @given(traffic(workers=2, most_in_a_burst=5))
-def test_the_calls_publish_what_the_program_publishes(program):
+def test_generated_calls_publish_the_events_of_the_program(program):
     played, called = RouterHarness(ROOMY, "lru"), RouterHarness(ROOMY, "lru")
     interpreter = Interpreter(played)
     for step in program:
@@ -37,7 +37,7 @@ def test_the_calls_publish_what_the_program_publishes(program):
     assert [entry.event for entry in played.events] == [entry.event for entry in called.events]
 
 
-def test_each_operation_is_a_call():
+def test_each_operation_is_written_as_a_call():
     program = [
         Prefill("a", (1, (5, 6)), 1, worker=1, rank=1),
         Decode("a", 3, of=None),
@@ -87,7 +87,7 @@ def test_each_operation_is_a_call():
     ]
 
 
-def test_a_request_that_is_served_whole_is_one_call():
+def test_a_request_without_given_tokens_is_written_as_one_serve_call():
     served = [Prefill(1, (1,)), Decode(1, 2, of=None), Finish(1), Prefill(2, (1,)), Finish(2)]
     assert [*calls(served, 2)] == ["kv.worker(0).serve([1, 1], 2)", "kv.worker(0).serve([1, 1])"]
     chosen = [Prefill(1, (1,)), Decode(1, (3, 4)), Finish(1)]
@@ -98,7 +98,7 @@ def test_a_request_that_is_served_whole_is_one_call():
     ]
 
 
-def test_each_operation_is_a_line_by_itself_where_something_comes_after_each():
+def test_with_after_each_every_operation_is_written_on_its_own_line():
     served = [Prefill(1, (1,)), Finish(1)]
     assert [*calls(served, 2, after_each="await kv.aflush()")] == [
         "request1 = kv.worker(0).prefill([1, 1])",
@@ -108,7 +108,7 @@ def test_each_operation_is_a_line_by_itself_where_something_comes_after_each():
     ]
 
 
-def test_a_text_is_written_as_one_reads_it():
+def test_a_string_literal_is_written_without_escapes():
     assert literal("grün") == '"grün"'
 
 
@@ -124,5 +124,5 @@ def test_a_text_is_written_as_one_reads_it():
         ([5, 4, 3, 2, 1, 0], ["5", "4", "3", "2", "1", "0"]),
     ],
 )
-def test_runs_of_six_numbers_are_written_as_ranges(numbers, parts):
+def test_runs_of_at_least_six_numbers_are_written_as_ranges(numbers, parts):
     assert parts == number_parts(numbers, str)

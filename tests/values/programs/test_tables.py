@@ -1,4 +1,4 @@
-"""Each operation has all its forms: a test's id names the form and the operation."""
+"""Every operation has all forms; a test's id names the form and the operation."""
 
 import dataclasses
 from types import MappingProxyType
@@ -60,17 +60,17 @@ PROGRAMS = {
     RemoveWorker: [PREFILL, RemoveWorker(0, rank=0)],
     DropNext: [DropNext(1, of="stored"), PREFILL],
 }
-"""Of each operation a program that ends with it, or with what shows it."""
+"""For each operation, a program that ends with it, or with a step that shows its effect."""
 
 MADE_OF_OTHERS = {Serve, Burst, ServeNear}
-"""What nobody records: the workers record what they are made of."""
+"""Operations that are never recorded: the workers record their parts instead."""
 
 NO_SCENARIO = {Burst, ServeNear}
-"""What no scenario file has, as no failure is cut down to it: likewise."""
+"""Operations in no scenario file, because no failure is reduced to them, for the same reason."""
 
 AMOUNTS = ("tokens", "output_tokens", "count")
 NOT_LESS = {DropNext}
-"""What has an amount that is not cut: lost events are left out one by one, at the level of events."""
+"""Operations whose amount is not reduced: lost events are removed one by one, at the level of events."""
 
 
 def named(chosen):
@@ -95,18 +95,18 @@ def interpreted():
 
 
 def state(kv):
-    """What an operation can change: events, what was recorded, requests and the time of workers."""
+    """Return what an operation can change: events, the recording, requests and the time of workers."""
     recorded = [step for step, _ in kv.recording.recorded() if not isinstance(step, DropNext)]
     workers = {key: (worker.now, [request.status for request in worker.requests]) for key, worker in kv.workers.items()}
     return [entry.event for entry in kv.events], recorded, workers, [*kv.inside.streams]
 
 
-def test_each_operation_has_a_program_here():
+def test_every_operation_has_a_test_program():
     assert {*operations.OPERATIONS} == {*PROGRAMS}
 
 
 @pytest.mark.parametrize("operation", named(PROGRAMS))
-def test_the_interpreter_does_it_and_the_log_has_it(operation, interpreted):
+def test_the_interpreter_records_each_operation_that_it_executes(operation, interpreted):
     recorded = [step for step, _ in interpreted(PROGRAMS[operation]).recording.recorded()]
     assert recorded
     if operation not in MADE_OF_OTHERS:
@@ -114,13 +114,13 @@ def test_the_interpreter_does_it_and_the_log_has_it(operation, interpreted):
 
 
 @pytest.mark.parametrize("operation", named(PROGRAMS))
-def test_python_does_what_the_interpreter_does(operation, interpreted, kv):
+def test_generated_python_has_the_same_effect_as_the_interpreter(operation, interpreted, kv):
     exec("\n".join(calls(PROGRAMS[operation], 2)), {"kv": kv, "Prompt": Prompt, "Stored": Stored})
     assert state(interpreted(PROGRAMS[operation])) == state(kv)
 
 
 @pytest.mark.parametrize("operation", named(PROGRAMS.keys() - NO_SCENARIO))
-def test_a_scenario_file_does_what_the_interpreter_does(operation, interpreted, kv, tmp_path):
+def test_a_written_scenario_file_has_the_same_effect_as_the_interpreter(operation, interpreted, kv, tmp_path):
     steps = tuple(PROGRAMS[operation])
     path = tmp_path / "written.kv.yaml"
     path.write_text(scenario_text(Reproduction(BREACH, "requests", "lineage", TIERED, steps), "written"))
@@ -130,7 +130,7 @@ def test_a_scenario_file_does_what_the_interpreter_does(operation, interpreted, 
 
 
 @pytest.mark.parametrize("operation", named(PROGRAMS))
-def test_the_player_of_contracts_does_what_the_interpreter_does(operation, interpreted):
+def test_the_contract_player_has_the_same_effect_as_the_interpreter(operation, interpreted):
     program = PROGRAMS[operation]
     assert state(interpreted(program)) == state(interpreted(program, Player))
 
@@ -138,12 +138,12 @@ def test_the_player_of_contracts_does_what_the_interpreter_does(operation, inter
 @pytest.mark.parametrize(
     "operation", named({each for each in PROGRAMS if issubclass(each, OnRequest)} - {Prefill, Submit})
 )
-def test_the_player_of_contracts_skips_an_operation_without_a_request(operation, kv):
+def test_the_contract_player_skips_an_operation_without_a_request(operation, kv):
     assert Player(kv).do(operation("none")) is None
 
 
 @pytest.mark.parametrize("operation", named(PROGRAMS.keys() - MADE_OF_OTHERS - NOT_LESS))
-def test_the_simpler_makes_its_amount_less(operation):
+def test_only_an_operation_with_an_amount_has_simpler_forms(operation):
     step = next(step for step in PROGRAMS[operation] if isinstance(step, operation))
     amounts = {field.name for field in dataclasses.fields(step)} & {*AMOUNTS}
     assert bool(amounts) == bool([*step.simpler()])
@@ -151,7 +151,7 @@ def test_the_simpler_makes_its_amount_less(operation):
 
 @dataclasses.dataclass(frozen=True, slots=True, repr=False)
 class Reboot(OnWorker):
-    """An operation of one call, by its attributes alone."""
+    """An operation of one call, defined only by its attributes."""
 
     kind = "restart"
     by_name = ("announced",)
@@ -163,7 +163,7 @@ class Reboot(OnWorker):
     announced: bool = False
 
 
-def test_an_operation_of_one_call_has_all_forms_by_its_attributes(kv):
+def test_an_operation_of_one_call_derives_all_its_forms_from_its_attributes(kv):
     step = Reboot(1, 2, announced=True)
     assert repr(step) == "Reboot(worker=1, rank=2, announced=True)"
     assert [*step.python(2, named=False)] == ["kv.worker(1, dp_rank=2).restart(announced=True)"]
