@@ -1,6 +1,6 @@
 """Correct routers pass the assertions of a report: Dynamo's cost, llm-d's scorers, SGLang's rule, five without index.
 
-`--all-routers` plays 10 seeds in 16 settings (half an hour); otherwise a few settings run.
+`--all-routers` plays 10 seeds in 18 settings (half an hour); otherwise a few settings run.
 """
 
 from collections import Counter

@@ -426,7 +426,7 @@ def test_a_backend_that_makes_no_manager_is_refused_in_one_line(nested, make, me
 
     result.assert_outcomes(passed=len(BUILT_IN), errors=1)
     result.stdout.fnmatch_lines([f"kvmock: backend mine: {message}"])
-    result.stdout.no_fnmatch_line("*block_size is from*")
+    result.stdout.no_fnmatch_line("*block_size must*")
 
 
 def test_a_refused_block_size_names_its_source(nested):

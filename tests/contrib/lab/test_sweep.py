@@ -153,7 +153,7 @@ def test_the_replay_command_prints_a_report_and_writes_its_figures(trace, tmp_pa
     out = capsys.readouterr().out
     assert "small  lineage  most_cached" in out
     assert f"small, lineage, round_robin, compared with {tmp_path}/out.json:\n" in out
-    assert "small, lineage, most_cached, beside" not in out
+    assert "small, lineage, most_cached, compared" not in out
 
 
 def test_with_json_to_standard_output_only_the_json_is_printed(trace, capsys):
