@@ -252,7 +252,7 @@ class Tiers:
                 raise ValueError("tiers: 'host' and 'g2' are the same; give one of them")
             given["host"] = given.pop(_SAME_AS_HOST)
         if "host" not in given:
-            raise ValueError("tiers: 'host' is missing, the blocks that host memory has room for")
+            raise ValueError("tiers: 'host' is missing, the number of blocks that fit host memory")
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:

@@ -33,7 +33,7 @@ def test_tiers_are_read(given, tiers):
     ("given", "message"),
     [
         (64, "tiers must be a mapping such as {'host': 64, 'gbps': 14.0}, got 64"),
-        ({}, "tiers: 'host' is missing, the blocks that host memory has room for"),
+        ({}, "tiers: 'host' is missing, the number of blocks that fit host memory"),
         ({"host": 1, "g2": 1}, "tiers: 'host' and 'g2' are the same; give one of them"),
         (
             {"hots": 1},
