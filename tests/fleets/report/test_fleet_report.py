@@ -632,7 +632,7 @@ def test_equal_reports_compare_as_equal():
 def test_two_runs_of_a_router_that_draws_are_noted():
     one, other = (fleet(DynamoRouter(rng=Random(seed))).run(trace()) for seed in range(2))
     (note,) = one.compare(other).notes
-    assert note.startswith("the same trace and DynamoRouter twice, yet other picks")
+    assert note.startswith("the same trace and DynamoRouter twice, but different picks")
 
 
 def test_caches_that_an_earlier_run_filled_are_noted():
