@@ -270,7 +270,7 @@ def test_of_an_event_with_an_odd_size_whole_blocks_count_and_one_without_tokens_
 
 
 def test_a_chunk_that_is_no_whole_number_of_blocks_is_refused():
-    with pytest.raises(ValueError, match="stores: a chunk of 18 tokens is no whole number of blocks of 4"):
+    with pytest.raises(ValueError, match="stores: a chunk of 18 tokens is not a whole number of blocks of 4"):
         harness_of(chunk=18)
 
 

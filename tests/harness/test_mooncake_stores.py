@@ -288,7 +288,7 @@ def test_engines_with_blocks_of_two_sizes_find_nothing_of_each_other_and_that_is
 
 def test_a_host_and_mooncake_do_not_go_together():
     profile = EngineProfile(workers=1, tiers={"host": 4})
-    with pytest.raises(ValueError, match=r"stores\['pool'\]: mooncake is in the place of a host, .* leave tiers out"):
+    with pytest.raises(ValueError, match=r"stores\['pool'\]: mooncake takes the place of a host, .* leave tiers out"):
         RouterHarness(profile, "vllm", stores={"pool": {"kind": "mooncake", "workers": [0]}})
 
 
