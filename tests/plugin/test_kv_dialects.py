@@ -201,7 +201,7 @@ def test_an_unknown_dialect_on_the_command_line_is_a_usage_error(nested):
 def test_names_with_a_comma_between_are_refused_in_one_line_that_says_how(nested, what):
     ini = f"[pytest]\nkvmock_{what}s = vllm-0.33,vllm-0.24"
     result = nested("def test(): pass", files={"pytest.ini": ini})
-    expected = "'vllm-0.33,vllm-0.24' has a comma: names are one by one, in ini with blanks or new lines between them"
+    expected = "'vllm-0.33,vllm-0.24' has a comma: give names one by one, in ini with blanks or new lines between them"
     assert f"ERROR: pytest.ini: kvmock_{what}s: {expected}" in result.stderr.lines
 
 
