@@ -156,7 +156,7 @@ def test_ranks_are_answered_by_the_first_with_their_numbers(served):
 def test_faults_of_a_wire_are_refused(served):
     server = served()
     with pytest.raises(
-        ValueError, match=r"^fault 'lose' is of events that are sent over ZMQ; this engine's are polled$"
+        ValueError, match=r"^fault 'lose' is for events that are sent over ZMQ; this engine's are polled$"
     ):
         server.fault(0, "lose")
     assert [] == server.inside.faults_left == server.replays

@@ -89,7 +89,7 @@ def test_a_batch_that_the_buffer_has_no_more(server, subscriber):
     text = server.text(4)
     server.fault(0, "gap_beyond_buffer")
     complete(server.url(0), text)
-    assert why(server, text, 0) == "(no batch that a replay has stored them)"
+    assert why(server, text, 0) == "(no batch that a replay still has stored them)"
 
 
 def test_a_block_that_came_later_is_in_a_batch_of_its_own(server, subscriber):
