@@ -191,7 +191,7 @@ def test_what_is_not_seen_after_a_restart_of_the_publisher_alone_is_explained(pu
     publish_chain(publisher, 2)
     publisher.faults.restart()
     publish_chain(publisher, 1)
-    line = "rank 0 was restarted, and no worker: worker.restart() empties the engine, and restarts its publisher"
+    line = "rank 0 was restarted without its worker: worker.restart() empties the engine, and restarts its publisher"
     with pytest.raises(WireTimeout, match=f"^{re.escape(line)}$".replace("^", "(?m)^")):
         publisher.settle(lambda: False, timeout=0)
     publisher.worker_restarted(0)
@@ -201,7 +201,7 @@ def test_what_is_not_seen_after_a_restart_of_the_publisher_alone_is_explained(pu
 
 
 def test_a_timeout_after_a_restart_notes_that_numbers_began_again(publisher):
-    began_anew = "rank 0 restarted: its numbers begin with 0 again; batches 0 to 1 went before that, and no replay has them any more"  # noqa: E501
+    began_anew = "rank 0 restarted: its numbers begin with 0 again; batches 0 to 1 went out before that, and no replay has them any more"  # noqa: E501
     publish_chain(publisher, 2)
     assert began_anew not in why(publisher)
     publisher.worker_restarted(0)
@@ -259,7 +259,8 @@ def test_a_publisher_that_takes_over_never_sends_the_same_bytes_again_and_says_t
         publish_chain(publisher, 1)
         assert payload != replayed(publisher.replay_endpoint, 0)[0][-1]
         line = (
-            "rank 0 restarted: its numbers begin with 0 again; batch 0 went before that, and no replay has it any more"
+            "rank 0 restarted: its numbers begin with 0 again; batch 0 went out before that, and no replay has it "
+            "any more"
         )
         assert line in why(publisher)
 
@@ -773,7 +774,7 @@ def test_a_replay_with_nothing_to_leave_out_is_not_truncated_and_the_fault_still
     publisher.faults.truncate_replay(2)
     publish_chain(publisher, 2)
     assert [int.from_bytes(frames[-2], "big") for frames in replayed(publisher.replay_endpoint, 0)[:-1]] == [0, 1]
-    assert publisher.faults.unused == ["truncate_replay (no replay had so much to leave out)"]
+    assert publisher.faults.unused == ["truncate_replay (no replay was long enough to cut)"]
     assert publisher.faults.injected == []
     publish_chain(publisher, 1)
     assert len(replayed(publisher.replay_endpoint, 0)) == 3  # two, and the end marker
