@@ -257,7 +257,7 @@ WRONG = {
         "went where the first of them went",
     ),
     "counts the refused": (of_workers(CountsTheRefused), REFUSED, "loads() says"),
-    "serves the last first": (contract(LastFirst), WAITS, "is who came last served first?"),
+    "serves the last first": (contract(LastFirst), WAITS, "is the last one served first?"),
     "draws by the clock": (of_workers(DrawsByTheClock), REPEATS, "one trace, played twice: pick ("),
     "gives the host no weight": (
         of_workers(GivesTheHostNoWeight, **TIERS),
