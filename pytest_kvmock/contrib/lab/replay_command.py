@@ -150,7 +150,7 @@ def _synthetic(given: argparse.Namespace) -> Trace:
     if arrival not in ARRIVALS or interval_ms < 1:
         known = " or ".join(f"{name}:RATE" for name in ARRIVALS)
         raise ValueError(
-            f"--arrival must be {known}, with up to 1000 sessions a second that begin, got {given.arrival!r:.80}"
+            f"--arrival must be {known}, with at most 1000 new sessions a second, got {given.arrival!r:.80}"
         )
     return list(
         synthetic_trace(
@@ -263,15 +263,14 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
         help="serve traces by mock engines in virtual time, behind a router, and report the results",
         description="Serve traces by mock engines in virtual time, behind a router. Several traces, backends and "
         "routers make a table "
-        "of all combinations. Exits with 0 if all were served, 1 if a run failed or a router believed what is wrong "
-        "(drift), 2 if one cannot begin, 130 after Ctrl-C, which "
-        "prints what there is.",
+        "of all combinations. Exits with 0 if all were served, 1 if a run failed or a router had wrong beliefs "
+        "(drift), 2 if a run cannot begin, 130 after Ctrl-C, which prints the finished runs.",
     )
     replay.add_argument(
         "trace",
         metavar="TRACE",
         nargs="+",
-        help=f"a file in the Mooncake format, or {SYNTHETIC!r}: one that is made up",
+        help=f"a file in the Mooncake format, or {SYNTHETIC!r}: a generated one",
     )
     replay.add_argument(
         "--router",
