@@ -133,7 +133,7 @@ def test_a_tier_that_is_not_a_key_is_refused_and_says_what_there_is(tier):
         Tiers.of({"host": 4, tier: 8})
     assert str(error.value) == (
         f"tiers: {tier!r} is not a key: 'files': True puts a folder below the host of vllm, and no other engine is "
-        "mocked with a disk. Events of disk and external tiers are understood where you publish them yourself"
+        "mocked with a disk. Events of disk and external tiers are understood if you publish them yourself"
     )
 
 
