@@ -341,7 +341,8 @@ class RouterCalls:
         if chosen is None or any(chosen is each for each in requests):
             return chosen
         raise RouterError(
-            f"{self.name}.next_waiting() returned {chosen!r:.80}, which is not one of the {len(requests)} that wait",
+            f"{self.name}.next_waiting() returned {chosen!r:.80}, which is not one of the {len(requests)} waiting "
+            "requests",
             now_ms,
         )
 
