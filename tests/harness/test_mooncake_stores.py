@@ -264,7 +264,7 @@ def test_an_engine_in_time_puts_and_loads(lookup_async):
         ("vllm", {"save_decode": 1}, r"stores\['pool'\]: save_decode must be True or False, got 1"),
         ("vllm", {"chunk": 4}, r"stores\['pool'\]: unknown key 'chunk'; known: kind, workers, capacity, ranks"),
         ("vllm_gemma3", {}, "stores: 'vllm_gemma3' has several cache groups or a draft model"),
-        ("lineage", {}, "stores: mooncake is below engines of vllm, and no other's"),
+        ("lineage", {}, "stores: mooncake is only below engines of vllm"),
     ],
 )
 def test_what_is_wrong_is_said_in_one_line(backend, described, message):
