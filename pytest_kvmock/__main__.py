@@ -114,7 +114,7 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
         "record",
         parents=[plugins],
         help="record the KV events of a live engine into a capture",
-        description="Record what an engine publishes over ZMQ, until there is enough or Ctrl-C. "
+        description="Record what an engine publishes over ZMQ, until --batches or --seconds is reached, or Ctrl-C. "
         "Exits with 1 if the stream has errors, or nothing was received.",
     )
     record.add_argument("endpoint", metavar="ENDPOINT", help="where the engine is bound: tcp://host:5557")

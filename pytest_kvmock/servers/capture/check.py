@@ -452,7 +452,7 @@ class _Replay:
         if spec.chain is None:
             return DynamoChain
         if models not in (None, spec.models):  # its options may have changed by what unit, or algorithm, it hashes
-            return self._unjudged(key, f"{models!r:.80} is not the engine of backend {backend!r} as it is")
+            return self._unjudged(key, f"{models!r:.80} is not the unchanged engine of backend {backend!r}")
         manager = spec.make(num_blocks=1, block_size=value.get("block_size") or 16, dp_rank=0, sink=None)
         return partial(spec.chain, manager)
 

@@ -136,7 +136,7 @@ def add_parsers(
     )
     serve.add_argument("--api-key", metavar="KEY", help="engines require it, as with their own option of that name")
     serve.add_argument(
-        "--http-port", metavar="N", type=int, default=0, help="of the first worker; the next ones follow"
+        "--http-port", metavar="N", type=int, default=0, help="port of the first worker; the next ones follow"
     )
     serve.add_argument(
         "--http",
@@ -145,12 +145,18 @@ def add_parsers(
         help="of vLLM with ranks: one HTTP port a worker, a rank, or each of its two nodes, behind which ranks are "
         "numbered from 0 (default: worker)",
     )
-    serve.add_argument("--event-port", metavar="N", type=int, default=0, help="of the first rank; the next ones follow")
+    serve.add_argument(
+        "--event-port", metavar="N", type=int, default=0, help="port of the first rank; the next ones follow"
+    )
     serve.add_argument("--replay-port", metavar="N", type=int, default=0, help="the same for replays")
-    serve.add_argument("--load-port", metavar="N", type=int, help="of the first rank's load stream (SGLang); 0: any")
-    serve.add_argument("--master-port", metavar="N", type=int, help="of the stream of HiCache's master; 0: any")
-    serve.add_argument("--control-port", metavar="N", type=int, default=0, help="of the control API")
-    serve.add_argument("--topic", metavar="TEXT", default="", help="of events: 'kv@{host}:{port}@{model}' for llm-d")
+    serve.add_argument(
+        "--load-port", metavar="N", type=int, help="port of the first rank's load stream (SGLang); 0: any"
+    )
+    serve.add_argument("--master-port", metavar="N", type=int, help="port of the stream of HiCache's master; 0: any")
+    serve.add_argument("--control-port", metavar="N", type=int, default=0, help="port of the control API")
+    serve.add_argument(
+        "--topic", metavar="TEXT", default="", help="topic of events: 'kv@{host}:{port}@{model}' for llm-d"
+    )
     serve.add_argument("--log", metavar="N", type=int, help="remember N requests; default: all")
     serve.add_argument("--capture", metavar="FILE", type=Path, help="write all events there, as --kv-capture does")
     serve.add_argument("--overwrite", action="store_true", help="replace a capture that is there")
