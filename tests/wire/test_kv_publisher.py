@@ -823,7 +823,7 @@ def test_numbers_out_of_range_are_refused(name):
         ({"topic": "\ud800"}, ValueError, r"topic must be text that UTF-8 can write, got '\ud800'"),
         ({"hwm": 2**31}, ValueError, "hwm must be an integer from 1 to 1073741824, got 2147483648"),
         ({"buffer_steps": 10**30}, ValueError, f"buffer_steps must be an integer from 1 to 1073741824, got {10**30}"),
-        ({"ranks": 5000}, EndpointError, "5000 ranks: ports in a row are looked for 1024 at most"),
+        ({"ranks": 5000}, EndpointError, "5000 ranks: ports in a row are searched for at most 1024"),
         ({"topic": b"kv"}, ValueError, "topic must be a string, got b'kv'"),
     ],
 )
