@@ -147,8 +147,8 @@ def test_a_small_cache_of_a_model_holds_a_window():
 def test_a_model_that_cannot_be_scaled_to_a_block_size_says_to_which_it_can():
     with pytest.raises(
         ValueError,
-        match=r"^backend 'sglang_deepseek_v4' cannot be scaled to block_size 3; it can be scaled to multiples of 2, and "
-        r"its own pages have 256 tokens$",
+        match=r"^backend 'sglang_deepseek_v4' cannot be scaled to block_size 3; it can be scaled to multiples of 2, "
+        r"and its own pages have 256 tokens$",
     ):
         create_manager("sglang_deepseek_v4", num_blocks=8, block_size=3)
 
