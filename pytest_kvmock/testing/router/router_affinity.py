@@ -213,7 +213,7 @@ class Affinity(RouterPart):
         found, in_turn = sum(pick.held == pick.best_held for pick in held), len(held) // _WORKERS
         if 2 * found < len(held) or found <= in_turn:
             self._fail(
-                f"{where}: {found} of {len(held)} prompts went to the worker that held most of them, and by turns "
+                f"{where}: {found} of {len(held)} prompts went to the worker that held most of them, and in turn "
                 f"{in_turn} would; expected half of them at least. A policy that goes by load alone when loads "
                 "are uneven, on purpose, declares switches_by_load = True; a policy that ignores what workers "
                 "hold declares uses_overlap = False"
