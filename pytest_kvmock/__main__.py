@@ -119,9 +119,7 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
     )
     record.add_argument("endpoint", metavar="ENDPOINT", help="where the engine is bound: tcp://host:5557")
     record.add_argument("file", metavar="FILE", type=_path)
-    record.add_argument(
-        "--dialect", metavar="NAME", default="vllm-0.33", help="the dialect that it speaks (default: vllm-0.33)"
-    )
+    record.add_argument("--dialect", metavar="NAME", default="vllm-0.33", help="its dialect (default: vllm-0.33)")
     record.add_argument("--replay", metavar="ENDPOINT", help="the endpoint from which it sends earlier batches again")
     record.add_argument("--ranks", metavar="N", type=int, help="number of data-parallel ranks, on consecutive ports")
     record.add_argument("--topic", metavar="TEXT", default="", help="the beginning of a batch's topic")
@@ -134,9 +132,7 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
     add_parsers(commands, plugins)
     backends = commands.add_parser("backends", parents=[plugins], help="list the backends, with what each models")
     backends.set_defaults(run=_backends)
-    dialects = commands.add_parser(
-        "dialects", parents=[plugins], help="list the dialects, with the engine that speaks each"
-    )
+    dialects = commands.add_parser("dialects", parents=[plugins], help="list the dialects, with the engine of each")
     dialects.set_defaults(run=_dialects)
     if called not in commands.choices:
         for point in sorted(entry_points(group=COMMANDS), key=attrgetter("name")):

@@ -50,9 +50,7 @@ def add_parsers(
         "--dialect", metavar="NAME", default="vllm-0.33", help="engine, API and metrics (default: vllm-0.33)"
     )
     serve.add_argument(
-        "--events",
-        choices=("poll", "zmq"),
-        help="for trtllm-1.3: how its events are published (default: poll, by HTTP)",
+        "--events", choices=("poll", "zmq"), help="for trtllm-1.3: how to publish events (default: poll, by HTTP)"
     )
     serve.add_argument("--workers", metavar="N", type=int, help="how many engines (default: 1)")
     serve.add_argument(
@@ -145,18 +143,12 @@ def add_parsers(
         help="of vLLM with ranks: one HTTP port a worker, a rank, or each of its two nodes, behind which ranks are "
         "numbered from 0 (default: worker)",
     )
-    serve.add_argument(
-        "--event-port", metavar="N", type=int, default=0, help="port of the first rank; the next ones follow"
-    )
+    serve.add_argument("--event-port", metavar="N", type=int, default=0, help="first rank's port; the next ones follow")
     serve.add_argument("--replay-port", metavar="N", type=int, default=0, help="the same for replays")
-    serve.add_argument(
-        "--load-port", metavar="N", type=int, help="port of the first rank's load stream (SGLang); 0: any"
-    )
+    serve.add_argument("--load-port", metavar="N", type=int, help="first rank's load stream port (SGLang); 0: any")
     serve.add_argument("--master-port", metavar="N", type=int, help="port of the stream of HiCache's master; 0: any")
     serve.add_argument("--control-port", metavar="N", type=int, default=0, help="port of the control API")
-    serve.add_argument(
-        "--topic", metavar="TEXT", default="", help="topic of events: 'kv@{host}:{port}@{model}' for llm-d"
-    )
+    serve.add_argument("--topic", metavar="TEXT", default="", help="events' topic: 'kv@{host}:{port}@{model}' (llm-d)")
     serve.add_argument("--log", metavar="N", type=int, help="remember N requests; default: all")
     serve.add_argument("--capture", metavar="FILE", type=Path, help="write all events there, as --kv-capture does")
     serve.add_argument("--overwrite", action="store_true", help="replace a capture that is there")
