@@ -73,11 +73,11 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
         metavar="FILE",
         nargs="+",
         type=_path,
-        help="a file; of a directory its *.jsonl, or with a dialect of msgpack its *.msgpack",
+        help="a file, or a directory: its *.jsonl, or with a dialect of msgpack its *.msgpack",
     )
     check.add_argument("--dialect", metavar="NAME", help="the files have payloads in this dialect, one after the other")
     check.add_argument(
-        "--allow", metavar="RULE", action="append", default=[], help="a rule whose breaches are none; repeatable"
+        "--allow", metavar="RULE", action="append", default=[], help="a rule whose breaches do not count; repeatable"
     )
     check.add_argument(
         "--event-warnings",
@@ -88,25 +88,25 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
     check.add_argument(
         "--residency",
         choices=("unique", "counted"),
-        help="of a file that does not say it: whether a block is published once while it is held, or every copy is",
+        help="for a file that does not name it: a held block is published once, or every copy is published",
     )
     check.add_argument(
         "--hash",
         metavar="NAME",
-        help="by which of vLLM's hashes blocks are named: sha256, sha256_cbor, xxhash, xxhash_cbor (default: that "
-        "which fits)",
+        help="the hash by which vLLM named the blocks: sha256, sha256_cbor, xxhash, xxhash_cbor (default: the one "
+        "that fits)",
     )
-    check.add_argument("--seed", metavar="TEXT", help="of the hash, as PYTHONHASHSEED (default: 0, or none)")
+    check.add_argument("--seed", metavar="TEXT", help="seed of the hash, as PYTHONHASHSEED (default: 0, or none)")
     check.add_argument(
         "--injected",
         choices=("ignore", "fail"),
         default="ignore",
-        help="what a result of a fault does that the captured test injected: ignore (default; it is counted), fail",
+        help="what the result of a fault that the captured test injected does: ignore (default; it is counted), fail",
     )
     check.add_argument(
         "--full-reports",
         action="store_true",
-        help="requests of vLLM carried full reports: a Stored without a parent of blocks that are all held may be one",
+        help="requests of vLLM carried full reports: a Stored without a parent whose blocks are all held may be one",
     )
     check.set_defaults(run=_check)
 
@@ -114,25 +114,25 @@ def parser(called: str | None = None) -> argparse.ArgumentParser:
         "record",
         parents=[plugins],
         help="record the KV events of a live engine into a capture",
-        description="Record what an engine publishes over ZMQ, until there is enough or Ctrl-C. "
+        description="Record what an engine publishes over ZMQ, until --batches or --seconds is reached, or Ctrl-C. "
         "Exits with 1 if the stream has errors, or nothing was received.",
     )
     record.add_argument("endpoint", metavar="ENDPOINT", help="where the engine is bound: tcp://host:5557")
     record.add_argument("file", metavar="FILE", type=_path)
-    record.add_argument("--dialect", metavar="NAME", default="vllm-0.33", help="what it speaks (default: vllm-0.33)")
-    record.add_argument("--replay", metavar="ENDPOINT", help="where it answers for batches that it published before")
-    record.add_argument("--ranks", metavar="N", type=int, help="data-parallel ranks, on the ports from there on")
-    record.add_argument("--topic", metavar="TEXT", default="", help="what the topic of a batch begins with")
+    record.add_argument("--dialect", metavar="NAME", default="vllm-0.33", help="its dialect (default: vllm-0.33)")
+    record.add_argument("--replay", metavar="ENDPOINT", help="the endpoint from which it sends earlier batches again")
+    record.add_argument("--ranks", metavar="N", type=int, help="number of data-parallel ranks, on consecutive ports")
+    record.add_argument("--topic", metavar="TEXT", default="", help="the beginning of a batch's topic")
     record.add_argument("--batches", metavar="N", type=int, help="end after N batches")
     record.add_argument("--seconds", metavar="S", type=float, help="end after S seconds")
-    record.add_argument("--overwrite", action="store_true", help="replace a file that is there")
-    record.add_argument("--allow-empty", action="store_true", help="exit with 0 where nothing was received, too")
+    record.add_argument("--overwrite", action="store_true", help="replace an existing file")
+    record.add_argument("--allow-empty", action="store_true", help="exit with 0 even if nothing was received")
     record.set_defaults(run=_record)
 
     add_parsers(commands, plugins)
     backends = commands.add_parser("backends", parents=[plugins], help="list the backends, with what each models")
     backends.set_defaults(run=_backends)
-    dialects = commands.add_parser("dialects", parents=[plugins], help="list the dialects, with what speaks each")
+    dialects = commands.add_parser("dialects", parents=[plugins], help="list the dialects, with the engine of each")
     dialects.set_defaults(run=_dialects)
     if called not in commands.choices:
         for point in sorted(entry_points(group=COMMANDS), key=attrgetter("name")):

@@ -138,7 +138,7 @@ def _copies(spec: StoreSpec, manager: Any, ranks: int = 1) -> Any:
 def _in_place_of_host(put: Callable[[StoreSpec, Any, Any], None], spec: StoreSpec, store: Any, tiers: Any) -> Any:
     if tiers is not None:
         raise ValueError(
-            f"stores[{spec.name!r}]: {spec.kind} is in the place of a host, and no engine was recorded with both; "
+            f"stores[{spec.name!r}]: {spec.kind} takes the place of a host, and no engine was recorded with both; "
             f"leave tiers out, got {tiers}"
         )
     from pytest_kvmock.engines.vllm.host.store_host import StoreBelow

@@ -234,15 +234,15 @@ class Tiers:
         if isinstance(value, Tiers):
             return value
         if hasattr(value, "put_below"):
-            raise ValueError(f"stores: {getattr(value, 'kind', '?')} is below engines of vllm, and no other's")
+            raise ValueError(f"stores: {getattr(value, 'kind', '?')} is only below engines of vllm")
         if not isinstance(value, Mapping):
             raise ValueError(f"tiers must be a mapping such as {{'host': 64, 'gbps': 14.0}}, got {value!r:.80}")  # noqa: TRY004 - one error
         for key in value:
             if key in _NOT_BUILT and not (key == "disk" and value.get("connector") == "simple"):
                 raise ValueError(
                     f"tiers: {key!r} is not a key: 'files': True puts a folder below the host of vllm, and no other "
-                    "engine is mocked with a disk. Events of disk and external tiers are understood where you publish "
-                    "them yourself"
+                    "engine is mocked with a disk. Events of disk and external tiers are understood if you "
+                    "publish them yourself"
                 )
             if key not in _KNOWN:
                 raise ValueError(unknown_text("key of tiers", key, _KNOWN))
@@ -252,7 +252,7 @@ class Tiers:
                 raise ValueError("tiers: 'host' and 'g2' are the same; give one of them")
             given["host"] = given.pop(_SAME_AS_HOST)
         if "host" not in given:
-            raise ValueError("tiers: 'host' is missing, the blocks that host memory has room for")
+            raise ValueError("tiers: 'host' is missing, the number of blocks that fit host memory")
         return cls(**given)
 
     def to_dict(self) -> dict[str, Any]:

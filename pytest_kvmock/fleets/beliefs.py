@@ -189,7 +189,7 @@ class Beliefs:
                 after = self._parted.get(rule)
                 if rule == OVERLAP_DRIFT:
                     after = self._last_call.get(worker)
-                    hook = "" if after is None else f"; the last that it was told of that worker is {after}"
+                    hook = "" if after is None else f"; the last call about that worker is {after}"
                     removed = self._removed.get(worker)
                     if removed is not None and removed not in hook:
                         hook += f", and before that {removed}: what it held until then is gone"
@@ -285,7 +285,7 @@ class Beliefs:
                 return (
                     worker,
                     observed,
-                    "none: all that was sent there is over",
+                    "none: all requests sent there are over",
                     WORKER_DRIFT in {each.rule for each in self.found},
                 )
         return None
@@ -330,7 +330,9 @@ class Beliefs:
                 if worker in self._restarts.noticed:
                     after = f"dropped what it held before {self._restarts.noticed[worker]}, which began its ids again"
                     expected = (
-                        f"{noticed}, as it {after}" if must_notice else f"{expected}, or {noticed} by one that {after}"
+                        f"{noticed}, as it {after}"
+                        if must_notice
+                        else f"{expected}, or {noticed} from a router that {after}"
                     )
                 return worker, observed, expected, False
         return self._of_gone("overlap", believed, request)
@@ -347,7 +349,8 @@ class Beliefs:
                 whole = len(request.local_hashes)
                 observed = f"{self._calls.name}.believed() says {said} of {whole} blocks on worker {worker!r}"
                 right = (
-                    f"at most {most}: no more of it was sent there, or came out there, since its last announced start"
+                    f"at most {most}: no more of it was sent to that worker, or generated there, since its last "
+                    "announced start"
                 )
                 return worker, observed, right, False
         return self._of_gone("believed", believed, request)

@@ -322,9 +322,8 @@ class Fleet:
         check_integer("Fleet.at: join: worker", worker, 0, ", or None")
         if worker in known and not (self._knowledge.takes_engines and has_crashed(worker, past, incident.ms)):
             raise ValueError(
-                f"Fleet.at({incident.ms:g}).join({worker}): there is such a worker, or was; only one "
-                "that has crashed, as the router "
-                "was told, comes back under its id, on bare engines"
+                f"Fleet.at({incident.ms:g}).join({worker}): there is such a worker, or was; on bare engines only "
+                "a worker whose crash the router was told of comes back under its id"
             )
         if incident.role is not None and self._pairs is not None:
             self._pairs.joins(worker, incident.role)
@@ -513,7 +512,7 @@ def _make_like(args: MockEngineArgs | None, named: Sequence[tuple[Worker, MockEn
     """Return an engine with the properties of the workers: the first engine, or without engines one from `args`."""
     if named:
         if args is not None:
-            raise ValueError("Fleet: args are of a fleet without engines; these engines have their own")
+            raise ValueError("Fleet: args are for a fleet without engines; these engines have their own")
         return named[0][1]
     if args is None:
         raise ValueError(

@@ -88,7 +88,7 @@ class Late(Generic[_T]):
         if not callable(self._delay):
             return self._delay
         delay = self._delay(event)
-        check_number(f"Fleet: what event_delay_ms returns of {event!r:.80}", delay, unit=" (milliseconds)")
+        check_number(f"Fleet: the result of event_delay_ms for {event!r:.80}", delay, unit=" (milliseconds)")
         return delay
 
     def drop(self, worker_id: int, dp_rank: int | None = None) -> None:

@@ -30,9 +30,8 @@ HOOKS: Final = (
 """The methods that a router may have in addition to `pick`."""
 
 _NOBODY: Final = (
-    "no worker was there. Asked with no candidates, pick() returns None, and the request waits; a router that cannot "
-    "be asked "
-    "so says needs_candidates = True"
+    "no worker was there. Without candidates pick() must return None, and the request waits; a router that cannot be "
+    "asked without candidates declares needs_candidates = True"
 )
 
 
@@ -105,7 +104,7 @@ def believing(router: object) -> dict[str, Any]:
             raise TypeError(
                 f"{type(router).__name__}.{name}() says what the router believes and is asked as "
                 f"{name}({', '.join(arguments)}); "
-                f"got {name}{taken}. What is something else needs another name"
+                f"got {name}{taken}. A method for something else needs another name"
             ) from None
         found[name] = method
     return found
@@ -258,7 +257,7 @@ class RouterCalls:
         elif isinstance(chosen, Candidate):
             why = "that is a candidate; return its worker"
         elif isinstance(chosen, PairAnswer):
-            why = "that answers the question for a prefill worker of a P/D pair"
+            why = "that is an answer only for the prefill leg of a P/D pair"
         elif any(chosen == each for each in known):
             why = "that worker is gone" + ("" if request.phase is None else f", or is none for {request.phase}")
         else:
@@ -342,7 +341,8 @@ class RouterCalls:
         if chosen is None or any(chosen is each for each in requests):
             return chosen
         raise RouterError(
-            f"{self.name}.next_waiting() returned {chosen!r:.80}, which is not one of the {len(requests)} that wait",
+            f"{self.name}.next_waiting() returned {chosen!r:.80}, which is not one of the {len(requests)} waiting "
+            "requests",
             now_ms,
         )
 

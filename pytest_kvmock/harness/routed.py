@@ -238,7 +238,7 @@ def make_fleet(
     if workers is not None:
         check_integer("fleet: workers", workers, 1, ", or None")
     elif backends is not None:
-        raise ValueError("fleet: backends need workers=, how many there are")
+        raise ValueError("fleet: backends need workers=, the number of workers")
     size = harness.profile.dp_size
     by_role = harness.inside.by_role
     if workers is not None and by_role:

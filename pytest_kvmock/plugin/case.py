@@ -333,7 +333,7 @@ def recovery_of(item: pytest.Item, case: Case | None) -> Iterator[Recovery]:
         try:
             case.harness.inside.use_recovery(recovery)
         except ValueError as error:
-            fail_in_one_line(item, f"kv_recovery: {error}; ask for it before what makes traffic")
+            fail_in_one_line(item, f"kv_recovery: {error}; ask for it before the fixtures that make traffic")
     item.stash[_RECOVERY] = recovery
     yield recovery
     del item.stash[_RECOVERY]  # pytest-rerunfailures runs the same item again

@@ -163,7 +163,7 @@ def all_named(value: object, what: str) -> tuple[str, ...]:
 def unknown_name(what: str, name: object, known: tuple[str, ...]) -> str:
     """Return the message for an unknown backend or dialect."""
     if isinstance(name, str) and "," in name:
-        return f"{name!r:.80} has a comma: names are one by one, in ini with blanks or new lines between them"
+        return f"{name!r:.80} has a comma: give names one by one, in ini with blanks or new lines between them"
     if what == "dialect":
         from pytest_kvmock.wire.codec.table import not_spoken_text
 
@@ -429,7 +429,7 @@ OPTIONS: Final = (
     Option(
         "profile",
         str,
-        "name of the profile that tests have by default; what ini says of single fields is laid over it",
+        "name of the profile that tests have by default; single fields in ini override it",
         ini="kvmock_profile",
     ),
     Option(
@@ -461,7 +461,7 @@ OPTIONS: Final = (
 
 LISTS: Final = {
     "--kv-list-backends": "list the backends, with what each models, and exit",
-    "--kv-list-profiles": "list the named engine profiles, with where they stand, and exit",
+    "--kv-list-profiles": "list the named engine profiles, with their files, and exit",
 }
 """The options that print a list, each with its help."""
 

@@ -292,7 +292,7 @@ def summary_line(reports: Iterable[pytest.TestReport], settings: Settings, *, on
     if unused:
         undone.append(f"{_UNUSED}: {', '.join(f'{kind} ({_tests(unused[kind])})' for kind in sorted(unused))}")
     if idle:
-        undone.append(f"{idle:,} sink{'s' * (idle != 1)} that no event came to (kv_sink)")
+        undone.append(f"{idle:,} sink{'s' * (idle != 1)} without events (kv_sink)")
     if uncompared:
         engines = "its engine" if uncompared == 1 else "their engines"
         undone.append(f"{uncompared:,} sink{'s' * (uncompared != 1)} never compared with {engines} (kv_sink.compare)")

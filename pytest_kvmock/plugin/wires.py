@@ -111,7 +111,7 @@ def servers(
         pytest.fail(f"kvmock: kv_server: {'; '.join(broken)}", pytrace=False)
     left = [text for server in made for text in server.inside.answers_left]
     if left and case.passed:
-        pytest.fail(f"kvmock: kv_server: asked for, and no such request came: {'; '.join(left)}", pytrace=False)
+        pytest.fail(f"kvmock: kv_server: planned answers that no request got: {'; '.join(left)}", pytrace=False)
 
 
 def _check_says(dialect: Dialect, harness: RouterHarness) -> None:

@@ -109,7 +109,7 @@ def load_tiers_of(value: object) -> tuple[LoadFrom, ...] | None:
             read.append(LoadFrom(*entry))
         else:
             warnings.warn(
-                f"load_tiers: {each!r:.80} is no medium ({', '.join(_MEDIA)}) and is ignored, as vLLM ignores it",
+                f"load_tiers: {each!r:.80} is not a medium ({', '.join(_MEDIA)}) and is ignored, as vLLM ignores it",
                 stacklevel=3,
             )
     return tuple(read) if read or not value else None

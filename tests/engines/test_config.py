@@ -33,7 +33,7 @@ def test_every_form_of_tiers_is_read(given, tiers):
     ("given", "message"),
     [
         (64, "tiers must be a mapping such as {'host': 64, 'gbps': 14.0}, got 64"),
-        ({}, "tiers: 'host' is missing, the blocks that host memory has room for"),
+        ({}, "tiers: 'host' is missing, the number of blocks that fit host memory"),
         ({"host": 1, "g2": 1}, "tiers: 'host' and 'g2' are the same; give one of them"),
         (
             {"hots": 1},
@@ -133,7 +133,7 @@ def test_an_unsupported_tier_is_refused_with_the_supported_tiers(tier):
         Tiers.of({"host": 4, tier: 8})
     assert str(error.value) == (
         f"tiers: {tier!r} is not a key: 'files': True puts a folder below the host of vllm, and no other engine is "
-        "mocked with a disk. Events of disk and external tiers are understood where you publish them yourself"
+        "mocked with a disk. Events of disk and external tiers are understood if you publish them yourself"
     )
 
 

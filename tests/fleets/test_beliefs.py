@@ -330,7 +330,7 @@ def test_a_wrong_belief_names_a_hook_that_the_router_lacks():
 
 def test_a_wrong_overlap_names_the_last_event_received_from_the_worker():
     (belief, *_) = bare(StaleIndex, "restart").beliefs
-    assert "; the last that it was told of that worker is " in belief.observed
+    assert "; the last call about that worker is " in belief.observed
     assert belief.expected.endswith(", by the reference index of the same events")
 
 
@@ -342,7 +342,7 @@ def test_a_wrong_overlap_names_the_restart_before_the_last_event():
     rows = [FleetRequest(Prompt(range(start, start + 24)), 2, at) for start, at in ((0, 0.0), (100, 300.0), (0, 600.0))]
     (belief, *_) = bare(AllToOne, "restart", rows=rows).beliefs
     assert belief.number == 2
-    text = r"of worker 1 before .* told of that worker is apply\(\) of Stored event \d+ at [\d.]+ ms, and before that worker_removed\(1\) at 200 ms: "  # noqa: E501
+    text = r"of worker 1 before .*; the last call about that worker is apply\(\) of Stored event \d+ at [\d.]+ ms, and before that worker_removed\(1\) at 200 ms: "  # noqa: E501
     assert re.search(text.removeprefix("of "), belief.observed)
     assert belief.observed.endswith("what it held until then is gone")
 
@@ -479,7 +479,7 @@ def test_a_belief_method_with_another_signature_is_refused():
     text = (
         "Other.overlap() says what the router believes and is asked as overlap(request); got overlap(request, "
         "candidate). "
-        "What is something else needs another name"
+        "A method for something else needs another name"
     )
     with pytest.raises(TypeError, match=re.escape(text)):
         Fleet([MockEngine(ARGS)], Other())
@@ -625,7 +625,8 @@ def test_a_wrong_record_of_sent_prompts_is_reported(bug, setting, rows):
         rf"{bug.__name__}\.believed\(\) says \d+ of \d+ blocks on worker .* before the pick", belief.observed
     )
     assert re.fullmatch(
-        r"at most \d+: no more of it was sent there, or came out there, since its last announced start", belief.expected
+        r"at most \d+: no more of it was sent to that worker, or generated there, since its last announced start",
+        belief.expected,
     )
 
 

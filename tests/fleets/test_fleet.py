@@ -326,9 +326,8 @@ def test_a_hook_that_raises_is_named_in_the_error():
             lambda: Fleet(engines(), RoundRobin()).run(iter(())),
             ValueError,
             (
-                "Fleet: there is no request: the trace is a tuple_iterator that has nothing left; one that was read "
-                "once is empty, "
-                "a list is not$"
+                "Fleet: there is no request: the trace is a tuple_iterator that has nothing left: it is empty "
+                "after it was read once; a list is not$"
             ),
         ),
         (lambda: Fleet(engines(), RoundRobin()).run([1]), TypeError, "must be a TraceRequest or FleetRequest"),
@@ -578,7 +577,7 @@ def test_polled_loads_are_at_most_loads_every_ms_old():
 
 @pytest.mark.parametrize("answer", [-1, math.nan, "soon", None])
 def test_a_delay_that_is_not_a_number_is_refused(answer):
-    with pytest.raises(ValueError, match=r"what event_delay_ms returns of .* must be a finite number of at least 0"):
+    with pytest.raises(ValueError, match=r"the result of event_delay_ms for .* must be a finite number of at least 0"):
         Fleet(engines(), RoundRobin(), event_delay_ms=lambda event: answer).run(trace())
 
 

@@ -112,7 +112,7 @@ def test_workers_that_join_an_empty_fleet_have_ranks(semantics, record):
         (lambda: Fleet([], RoundRobin()), ValueError, r"no engines, so args=MockEngineArgs\(\.\.\.\) must say"),
         (lambda: Fleet({}, RoundRobin()), ValueError, "there are no engines"),
         (lambda: Fleet([], RoundRobin(), args=3), TypeError, "args must be MockEngineArgs, got 3"),
-        (lambda: Fleet(engines(), RoundRobin(), args=ARGS), ValueError, "args are of a fleet without engines"),
+        (lambda: Fleet(engines(), RoundRobin(), args=ARGS), ValueError, "args are for a fleet without engines"),
         (
             lambda: Fleet([], RoundRobin(), args=replace(ARGS, worker_type="prefill")),
             ValueError,
@@ -295,7 +295,9 @@ def test_a_worker_id_of_an_earlier_run_is_not_reused():
     fleet.at(30).crash(2)
     fleet.run(requests())
     assert fleet.at(10).join() == 3
-    with pytest.raises(ValueError, match=r"join\(2\): there is such a worker, or was; only one that has crashed"):
+    with pytest.raises(
+        ValueError, match=r"join\(2\): there is such a worker, or was; on bare engines only a worker whose crash"
+    ):
         fleet.at(10).join(2)
 
 

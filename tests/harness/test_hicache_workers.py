@@ -321,7 +321,7 @@ def test_a_worker_without_a_storage_refuses_to_fill_one():
             {"tiers": {"host": 8, "prefetch_policy": "time_out"}},
             "unknown tiers: prefetch_policy 'time_out'; did you mean 'timeout'?",
         ),
-        ({"tiers": {"storage": True}}, "tiers: 'host' is missing, the blocks that host memory has room for"),
+        ({"tiers": {"storage": True}}, "tiers: 'host' is missing, the number of blocks that fit host memory"),
         (
             {"tiers": {"host": 8, "storage_batch": 0}},
             "tiers: storage_batch must be an integer of at least 1 (blocks), got 0",

@@ -270,7 +270,7 @@ def test_an_odd_sized_event_counts_by_whole_blocks_and_one_without_tokens_does_n
 
 
 def test_a_chunk_size_that_is_no_multiple_of_the_block_size_is_refused():
-    with pytest.raises(ValueError, match="stores: a chunk of 18 tokens is no whole number of blocks of 4"):
+    with pytest.raises(ValueError, match="stores: a chunk of 18 tokens is not a whole number of blocks of 4"):
         harness_of(chunk=18)
 
 

@@ -264,7 +264,7 @@ def test_an_engine_in_virtual_time_puts_and_loads_blocks(lookup_async):
         ("vllm", {"save_decode": 1}, r"stores\['pool'\]: save_decode must be True or False, got 1"),
         ("vllm", {"chunk": 4}, r"stores\['pool'\]: unknown key 'chunk'; known: kind, workers, capacity, ranks"),
         ("vllm_gemma3", {}, "stores: 'vllm_gemma3' has several cache groups or a draft model"),
-        ("lineage", {}, "stores: mooncake is below engines of vllm, and no other's"),
+        ("lineage", {}, "stores: mooncake is only below engines of vllm"),
     ],
 )
 def test_a_wrong_mooncake_store_is_refused_in_one_line(backend, described, message):
@@ -288,7 +288,7 @@ def test_engines_with_two_block_sizes_share_nothing_in_a_store_and_are_warned_on
 
 def test_a_host_tier_and_a_mooncake_store_exclude_each_other():
     profile = EngineProfile(workers=1, tiers={"host": 4})
-    with pytest.raises(ValueError, match=r"stores\['pool'\]: mooncake is in the place of a host, .* leave tiers out"):
+    with pytest.raises(ValueError, match=r"stores\['pool'\]: mooncake takes the place of a host, .* leave tiers out"):
         RouterHarness(profile, "vllm", stores={"pool": {"kind": "mooncake", "workers": [0]}})
 
 

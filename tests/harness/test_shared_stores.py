@@ -121,10 +121,10 @@ def test_a_tier_without_a_locality_matches_any_and_load_tiers_never_restrict_the
 
 
 def test_an_unknown_medium_is_ignored_with_a_warning_and_without_any_all_tiers_are_allowed():
-    with pytest.warns(UserWarning, match=r"load_tiers: \{'medium': 'DISK'\} is no medium \(GPU, CPU, STORAGE\)"):
+    with pytest.warns(UserWarning, match=r"load_tiers: \{'medium': 'DISK'\} is not a medium \(GPU, CPU, STORAGE\)"):
         prompt = Prompt(PROMPTS[0], load_tiers=[{"medium": "DISK"}])
     assert prompt.keys is None
-    with pytest.warns(UserWarning, match="is no medium"):
+    with pytest.warns(UserWarning, match="is not a medium"):
         prompt = Prompt(PROMPTS[0], load_tiers=[{"medium": "DISK"}, {"medium": "CPU"}])
     assert prompt.keys.given == {"load_tiers": (("CPU", None),)}
     assert Prompt(PROMPTS[0], **prompt.keys.given).keys == prompt.keys

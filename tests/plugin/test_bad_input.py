@@ -198,7 +198,7 @@ MARKERS = [
     ("kvmock(seed=None)", "seed*must be an integer, got None"),
     ("kvmock(tiers=64)", "tiers: tiers must be a mapping such as {'host': 64, 'gbps': 14.0}, got 64"),
     ("kvmock(tiers={'hots': 64})", "tiers: unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, *"),
-    ("kvmock(tiers={'gbps': 7})", "tiers: 'host' is missing, the blocks that host memory has room for"),
+    ("kvmock(tiers={'gbps': 7})", "tiers: 'host' is missing, the number of blocks that fit host memory"),
     ("kvmock(tiers={'host': 0})", "tiers: host must be an integer of at least 1 (blocks), got 0"),
     (
         "kvmock(tiers={'host': 64, 'batch': 9})",

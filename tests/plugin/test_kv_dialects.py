@@ -201,7 +201,7 @@ def test_an_unknown_dialect_on_the_command_line_is_a_usage_error(nested):
 def test_names_separated_by_commas_are_refused_with_the_right_form(nested, what):
     ini = f"[pytest]\nkvmock_{what}s = vllm-0.33,vllm-0.24"
     result = nested("def test(): pass", files={"pytest.ini": ini})
-    expected = "'vllm-0.33,vllm-0.24' has a comma: names are one by one, in ini with blanks or new lines between them"
+    expected = "'vllm-0.33,vllm-0.24' has a comma: give names one by one, in ini with blanks or new lines between them"
     assert f"ERROR: pytest.ini: kvmock_{what}s: {expected}" in result.stderr.lines
 
 

@@ -122,5 +122,5 @@ def test_failed(kv_server):
     )
     result = nested()
     result.assert_outcomes(passed=1, failed=1, errors=1)
-    text = "kvmock: kv_server: asked for, and no such request came: worker 0: answer 503 (1 left); worker 0: cut after 0 chunks"  # noqa: E501
+    text = "kvmock: kv_server: planned answers that no request got: worker 0: answer 503 (1 left); worker 0: cut after 0 chunks"  # noqa: E501
     result.stdout.fnmatch_lines([text.replace("[", "[[]")])

@@ -11,7 +11,7 @@ from scenario_files import need_scenario_files
 FAIL = "(--kv-event-warnings=fail makes them fail)"
 
 BARE = "; 1 sink never compared with its engine (kv_sink.compare)"
-IDLE = "; 1 sink that no event came to (kv_sink)"
+IDLE = "; 1 sink without events (kv_sink)"
 TWO_BARE = "; 2 sinks never compared with their engines (kv_sink.compare)"
 
 HOLE = """
@@ -390,7 +390,7 @@ USED = "def test_used(kv_sink): kv_sink(GOOD); kv_sink.compare(lambda: [2])"
 def test_sinks_without_any_event_are_counted(nested, source, count):
     marked = f"@pytest.mark.kv_backends('lru')\n{source}\n\n{USED}"
     line = line_of(nested(marked))
-    sinks = f"; {count} sink{'s' * (count != 1)} that no event came to (kv_sink)"
+    sinks = f"; {count} sink{'s' * (count != 1)} without events (kv_sink)"
     assert (sinks in line) is bool(count)
     assert "that no event came to" not in line.replace(sinks, "")
 

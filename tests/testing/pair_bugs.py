@@ -174,7 +174,7 @@ class KeepsNoRank(PairRouter):
         return parameters.changed(disagg_prefill_dp_rank=1)
 
 
-@bug(12, "test_legs_meet_at_ranks", "which has not that room", "sglang")
+@bug(12, "test_legs_meet_at_ranks", "which does not have that room", "sglang")
 class MakesRoomsOfItsOwn(PairRouter):
     """sglang 39357: the prefill leg goes to the picked rank, and the decode leg to the rank of the room."""
 
@@ -185,7 +185,7 @@ class MakesRoomsOfItsOwn(PairRouter):
         return parameters.changed(bootstrap_room=self.rooms)
 
 
-@bug(12, "test_legs_meet_at_ranks", "which has not that room", "sglang")
+@bug(12, "test_legs_meet_at_ranks", "which does not have that room", "sglang")
 class SaysTheRankOfDecode(PairRouter):
     """dynamo 5666: the decode leg gets the rank of the decode worker in place of the prefill worker's."""
 

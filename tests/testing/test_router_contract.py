@@ -535,8 +535,8 @@ WRONG = {
         FirstOfAll,
         "test_requests_wait_while_nobody_is_there",
         (
-            "raised ZeroDivisionError('integer modulo by zero'): no worker was there. Asked with no candidates, pick() "
-            "returns None"
+            "raised ZeroDivisionError('integer modulo by zero'): no worker was there. Without candidates pick() "
+            "must return None"
         ),
     ),
     "gives up": (GivesUp, "test_requests_wait_while_nobody_is_there", "pick() returned None and nothing runs"),
@@ -618,7 +618,7 @@ def test_with_one_worker_cordoned_the_others_may_be_as_uneven_as_otherwise():
 
 def test_a_router_that_needs_candidates_is_right_if_it_declares_it():
     failure = failure_of(of(FirstOfAll), "test_requests_wait_while_nobody_is_there")
-    assert "a router that cannot be asked so says needs_candidates = True" in failure
+    assert "a router that cannot be asked without candidates declares needs_candidates = True" in failure
     declared = type("Declared", (FirstOfAll,), {"needs_candidates": True})
     assert all(failure_of(of(declared), name) is None for name in TESTS)
 

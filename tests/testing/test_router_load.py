@@ -448,18 +448,15 @@ def test_a_worker_that_has_served_many_requests_is_used_again(make, backend):
 def test_a_router_that_never_frees_served_requests_is_found_without_loads(make, backend):
     text = failure_of(of_workers(make, backend=backend), ENDED_WELL)
     assert (
-        "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all that it had "
-        "was " in text
+        "worker 0 got none of 36 requests (worker 0: 0, worker 1: 18, worker 2: 18); expected some: all its "
+        "requests were served " in text
     )
-    assert (
-        "so the router counts it as open still, its request, its blocks or its tokens. finished(request) is called"
-        in text
-    )
+    assert "so the router still counts them as open, or their blocks or tokens. finished(request) is called" in text
 
 
 def test_a_smallest_tree_router_declares_that_it_follows_the_prefix():
     assert failure_of(contract(CacheAware, follows_prefix=True), ENDED_WELL) is None
-    assert "One that goes by how much a worker was sent declares follows_prefix = True" in failure_of(
+    assert "A router that goes by how much it sent to a worker declares follows_prefix = True" in failure_of(
         contract(CacheAware), ENDED_WELL
     )
     assert "worker 0 got none of 36" in failure_of(of_workers(NeverFrees, follows_prefix=True), ENDED_WELL)

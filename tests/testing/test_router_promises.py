@@ -240,7 +240,7 @@ WRONG = {
     "computes overlaps for nothing": (of_workers(ComputesOverlapsForNothing), HELD, "worker 0 has 0 open requests"),
     "goes in turn": (contract(RoundRobin, uses_overlap=True), HELD, "in turn 4 would"),
     "believes in the gone": (of_workers(BelievesInTheGone), LEAVES, "none, as that worker is gone"),
-    "keeps loads of the gone": (of_workers(KeepsThePageOfTheGone), CRASH, "none: all that was sent there is over"),
+    "keeps loads of the gone": (of_workers(KeepsThePageOfTheGone), CRASH, "none: all requests sent there are over"),
     "never again by that name": (
         of_workers(NeverAgainByThatName, names_return=True),
         RETURNS,
@@ -257,7 +257,7 @@ WRONG = {
         "went where the first of them went",
     ),
     "counts the refused": (of_workers(CountsTheRefused), REFUSED, "loads() says"),
-    "serves the last first": (contract(LastFirst), WAITS, "is who came last served first?"),
+    "serves the last first": (contract(LastFirst), WAITS, "is the last one served first?"),
     "draws by the clock": (of_workers(DrawsByTheClock), REPEATS, "one trace, played twice: pick ("),
     "gives the host no weight": (
         of_workers(GivesTheHostNoWeight, **TIERS),

@@ -160,15 +160,15 @@ FOUND = OF_EVENTS | {
     ),
     "counts_those_whose_client_went": (
         "a_client_that_goes_away_is_noticed",
-        "after everything it counts 2 requests as open",
+        "at the end it counts 2 requests as open",
     ),
     "counts_those_that_were_refused": (
         "a_limit_of_requests_passes_through",
-        "after everything it counts 2 requests as open",
+        "at the end it counts 2 requests as open",
     ),
     "counts_those_that_were_cut": (
         "a_stream_that_is_cut_is_not_finished",
-        "after everything it counts 1 requests as open",
+        "at the end it counts 1 requests as open",
     ),
     "counts_those_that_ended_well": (
         "what_ended_well_is_no_load",

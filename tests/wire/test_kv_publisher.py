@@ -191,7 +191,7 @@ def test_a_timeout_notes_a_restart_of_the_publisher_without_its_worker(publisher
     publish_chain(publisher, 2)
     publisher.faults.restart()
     publish_chain(publisher, 1)
-    line = "rank 0 was restarted, and no worker: worker.restart() empties the engine, and restarts its publisher"
+    line = "rank 0 was restarted without its worker: worker.restart() empties the engine, and restarts its publisher"
     with pytest.raises(WireTimeout, match=f"^{re.escape(line)}$".replace("^", "(?m)^")):
         publisher.settle(lambda: False, timeout=0)
     publisher.worker_restarted(0)
@@ -201,7 +201,7 @@ def test_a_timeout_notes_a_restart_of_the_publisher_without_its_worker(publisher
 
 
 def test_a_timeout_after_a_restart_notes_that_batch_numbers_restarted(publisher):
-    began_anew = "rank 0 restarted: its numbers begin with 0 again; batches 0 to 1 went before that, and no replay has them any more"  # noqa: E501
+    began_anew = "rank 0 restarted: its numbers begin with 0 again; batches 0 to 1 went out before that, and no replay has them any more"  # noqa: E501
     publish_chain(publisher, 2)
     assert began_anew not in why(publisher)
     publisher.worker_restarted(0)
@@ -259,7 +259,8 @@ def test_a_publisher_that_takes_over_sends_new_bytes_and_notes_the_restart():
         publish_chain(publisher, 1)
         assert payload != replayed(publisher.replay_endpoint, 0)[0][-1]
         line = (
-            "rank 0 restarted: its numbers begin with 0 again; batch 0 went before that, and no replay has it any more"
+            "rank 0 restarted: its numbers begin with 0 again; batch 0 went out before that, and no replay has it "
+            "any more"
         )
         assert line in why(publisher)
 
@@ -773,7 +774,7 @@ def test_truncate_replay_remains_pending_until_a_replay_is_long_enough(publisher
     publisher.faults.truncate_replay(2)
     publish_chain(publisher, 2)
     assert [int.from_bytes(frames[-2], "big") for frames in replayed(publisher.replay_endpoint, 0)[:-1]] == [0, 1]
-    assert publisher.faults.unused == ["truncate_replay (no replay had so much to leave out)"]
+    assert publisher.faults.unused == ["truncate_replay (no replay was long enough to cut)"]
     assert publisher.faults.injected == []
     publish_chain(publisher, 1)
     assert len(replayed(publisher.replay_endpoint, 0)) == 3  # two batches and the end marker
@@ -822,7 +823,7 @@ def test_publisher_options_out_of_range_are_refused(name):
         ({"topic": "\ud800"}, ValueError, r"topic must be text that UTF-8 can write, got '\ud800'"),
         ({"hwm": 2**31}, ValueError, "hwm must be an integer from 1 to 1073741824, got 2147483648"),
         ({"buffer_steps": 10**30}, ValueError, f"buffer_steps must be an integer from 1 to 1073741824, got {10**30}"),
-        ({"ranks": 5000}, EndpointError, "5000 ranks: ports in a row are looked for 1024 at most"),
+        ({"ranks": 5000}, EndpointError, "5000 ranks: ports in a row are searched for at most 1024"),
         ({"topic": b"kv"}, ValueError, "topic must be a string, got b'kv'"),
     ],
 )

@@ -130,7 +130,7 @@ def test_unused_faults_are_listed_with_their_counts(publisher):
     publisher.faults.double()
     publisher.faults.truncate_replay()
     publisher.publish()
-    left = "truncate_replay (no replay had so much to leave out)"
+    left = "truncate_replay (no replay was long enough to cut)"
     assert ["lose (2 batches left)", "double (1 batch left)", left] == publisher.faults.unused
     assert repr(publisher.faults) == "<WireFaults: 1 injected, 3 not used yet>"
 

@@ -134,7 +134,7 @@ class NixlBlockSet:
         for each in fields.objects("block_sets", _LAYOUT_FIELDS):
             index = each.integer("block_set_idx")
             if index in block_sets:
-                raise NixlSerializationError(f"in a block set, set {index} is there twice")
+                raise NixlSerializationError(f"a block set names set {index} twice")
             block_sets[index] = _layout_of(each)
         return cls(fields.integer("worker_id"), block_sets, fields.text("agent_id"), fields.integer("incarnation"))
 

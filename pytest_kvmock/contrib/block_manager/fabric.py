@@ -159,7 +159,7 @@ class Fabric:
             raise WorkerUnreachable(
                 worker_id,
                 remote_worker_id,
-                "it was restarted, and the block set that was imported is of its former manager",
+                "it was restarted, and the imported block set belongs to its former manager",
             )
         if frozenset((worker_id, remote_worker_id)) in self._cut:
             raise WorkerUnreachable(worker_id, remote_worker_id, "the link between them is cut")

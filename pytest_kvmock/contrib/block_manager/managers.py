@@ -118,7 +118,7 @@ class BlockManagers:
         else:
             if extra := [name for name, default in _DEFAULTS.items() if named[name] != default]:
                 raise ValueError(
-                    "make_kv_block_manager: config is all of a manager, so "
+                    "make_kv_block_manager: config describes a manager completely, so "
                     f"{' and '.join(extra)} cannot be given with it; only sink can"
                 )
             worker_id = config.runtime.worker_id

@@ -123,7 +123,7 @@ class MutableRemoteBlock(RemoteBlock):
         """
         block = self.block_to_read()
         if block.state is BlockState.REGISTERED:
-            raise self._stale("it was registered since it was described, and may not be written any more")
+            raise self._stale("it was registered since it was described, and may no longer be written")
         return block
 
 

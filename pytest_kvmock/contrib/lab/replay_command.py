@@ -150,7 +150,7 @@ def _synthetic(given: argparse.Namespace) -> Trace:
     if arrival not in ARRIVALS or interval_ms < 1:
         known = " or ".join(f"{name}:RATE" for name in ARRIVALS)
         raise ValueError(
-            f"--arrival must be {known}, with up to 1000 sessions a second that begin, got {given.arrival!r:.80}"
+            f"--arrival must be {known}, with at most 1000 new sessions a second, got {given.arrival!r:.80}"
         )
     return list(
         synthetic_trace(
@@ -260,18 +260,17 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
     replay = commands.add_parser(
         "replay",
         parents=[plugins],
-        help="serve traces by mock engines in virtual time, behind a router, and show what came of it",
+        help="serve traces by mock engines in virtual time, behind a router, and report the results",
         description="Serve traces by mock engines in virtual time, behind a router. Several traces, backends and "
         "routers make a table "
-        "of all combinations. Exits with 0 if all were served, 1 if a run failed or a router believed what is wrong "
-        "(drift), 2 if one cannot begin, 130 after Ctrl-C, which "
-        "prints what there is.",
+        "of all combinations. Exits with 0 if all were served, 1 if a run failed or a router had wrong beliefs "
+        "(drift), 2 if a run cannot begin, 130 after Ctrl-C, which prints the finished runs.",
     )
     replay.add_argument(
         "trace",
         metavar="TRACE",
         nargs="+",
-        help=f"a file in the Mooncake format, or {SYNTHETIC!r}: one that is made up",
+        help=f"a file in the Mooncake format, or {SYNTHETIC!r}: a generated one",
     )
     replay.add_argument(
         "--router",
@@ -295,10 +294,10 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
         help=f"tokens for each hash id of a trace (default: {MOONCAKE_BLOCK_SIZE})",
     )
     replay.add_argument("--semantics", metavar="RELEASE", help="the release of Dynamo whose scheduler engines follow")
-    replay.add_argument("--concurrency", metavar="N", type=int, help="requests open at once, whatever the timestamps")
+    replay.add_argument("--concurrency", metavar="N", type=int, help="requests open at once, regardless of timestamps")
     replay.add_argument("--speedup", metavar="X", type=float, default=1.0, help="divides times of arrival (default: 1)")
     replay.add_argument("--limit", metavar="N", type=int, help="serve at most N requests of each trace")
-    replay.add_argument("--seed", metavar="N", type=int, default=0, help="of all that is drawn (default: 0)")
+    replay.add_argument("--seed", metavar="N", type=int, default=0, help="seed of all random values (default: 0)")
     for name, what in (("ttft", "the first token"), ("itl", "the mean time between tokens"), ("e2e", "the last token")):
         replay.add_argument(
             f"--slo-{name}-ms", metavar="MS", type=float, help=f"goodput: {what} takes no longer, in milliseconds"
@@ -308,9 +307,9 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
         "--json", metavar="FILE", help="write all figures there; - for standard output, in place of the table"
     )
     replay.add_argument(
-        "--html", metavar="FILE", help="write a page; of several runs one each, the further ones as FILE-2 and so on"
+        "--html", metavar="FILE", help="write a page for each run, from the second on as FILE-2 and so on"
     )
-    replay.add_argument("--compare", metavar="FILE", help="show what differs from what --json wrote before")
+    replay.add_argument("--compare", metavar="FILE", help="show differences from figures that --json wrote before")
     made_up = replay.add_argument_group(f"the trace {SYNTHETIC!r}")
     made_up.add_argument("--sessions", metavar="N", type=int, default=500, help="conversations (default: 500)")
     made_up.add_argument("--tenants", metavar="N", type=int, default=8, help="shared prefixes (default: 8)")

@@ -281,7 +281,7 @@ def check_keys(node: YamlNode, given: dict[str, Any]) -> None:
     except ValueError as error:
         raise node.error(str(error)) from None
     if naming and "hashes" in given:
-        raise node.key_error(naming[0], f"{naming[0]!r} belongs to 'tokens': hashes have it in them")
+        raise node.key_error(naming[0], f"{naming[0]!r} belongs to 'tokens': hashes include it already")
 
 
 def read_true(node: YamlNode) -> bool:

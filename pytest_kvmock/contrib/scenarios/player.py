@@ -236,7 +236,7 @@ class _Player:
         request = self._request(str(step.name))
         of_engine = step.name in self._interpreter.submitted
         if of_engine != isinstance(step, Abort):
-            whose = "an engine's, which finishes it or aborts it" if of_engine else "none of an engine's: finish it"
+            whose = "an engine's, which finishes it or aborts it" if of_engine else "not an engine's: finish it"
             raise RequestError(f"{step.kind} on a request that is {whose}; it is {request.status}")
 
     def _check_known(self, worker: int) -> None:

@@ -132,7 +132,7 @@ def _rule(node: YamlNode) -> str:
 def _backends(node: YamlNode) -> tuple[str, ...]:
     names = tuple(node.elements(string))
     if not names:
-        raise node.error("at least one backend is needed; without the key it is the default matrix")
+        raise node.error("at least one backend is needed; without the key, the default matrix is used")
     return names
 
 
@@ -409,9 +409,9 @@ def _step(node: YamlNode) -> Step:
         return Step(node.place, expected=expected, worker=worker)
     ((action, given),) = fields.items()
     if "allocated" in expected and action != "use":
-        raise node.value["expect"].key_error("allocated", "'allocated' is what a use answers")
+        raise node.value["expect"].key_error("allocated", "only a use returns 'allocated'")
     if "cached_tokens" in expected and action not in ("prefill", "resume", "serve"):
-        why = "'cached_tokens' is of a prefill, resume or serve"
+        why = "only prefill, resume and serve return 'cached_tokens'"
         if action in ("submit", "step", "run"):
             why += "; that of an engine's request is expected as {requests: {name: {cached_tokens: 0}}}"
         raise node.value["expect"].key_error("cached_tokens", why)

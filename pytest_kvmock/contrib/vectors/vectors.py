@@ -217,7 +217,7 @@ def write_vectors(
     for row in rows:
         if not row.clears:
             raise ValueError(
-                f"vectors have a Cleared, which dialect {row.name!r} cannot say; they are made of {', '.join(made)}"
+                f"vectors have a Cleared, which dialect {row.name!r} cannot write; they are made of {', '.join(made)}"
             )
     about = []
     with long_run():

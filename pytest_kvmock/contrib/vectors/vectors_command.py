@@ -20,13 +20,14 @@ def add_parser(commands: Any, plugins: argparse.ArgumentParser) -> None:
         "vectors",
         parents=[plugins],
         help="write events in every dialect, with the answers of an index, for tests in other languages",
-        description="Write what two engines publish in every dialect, and which overlap a router must answer after it.",
+        description="Write what two engines publish in every dialect, and the overlap that a router must return "
+        "after each batch.",
     )
     vectors.add_argument("directory", metavar="DIR", type=_directory)
     vectors.add_argument(
         "--dialect", metavar="NAME", action="append", help="only this dialect; repeatable (default: all)"
     )
-    vectors.add_argument("--seed", metavar="N", type=int, default=0, help="of the traffic (default: 0)")
+    vectors.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the traffic (default: 0)")
     vectors.set_defaults(run=_vectors)
 
 

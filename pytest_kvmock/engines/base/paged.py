@@ -189,7 +189,7 @@ class PagedCacheManager:
         for block_id, times in Counter(block_ids).items():
             has = self._references.get(block_id, 0)
             if times > has:
-                why = f"it has {has} reference(s), and {times} would go" if has else "it is free already"
+                why = f"it has {has} reference(s), and {times} would be released" if has else "it is free already"
                 raise ValueError(f"free_blocks of block {block_id}: {why}")
         for block_id in block_ids:
             self._references[block_id] -= 1

@@ -348,7 +348,7 @@ class HashCacheManager(ShortForms, ManagerBase):
             if not references:
                 raise MoveError(f"{what}: it is not active")
             if times > 1:
-                raise MoveError(f"{what}: the move names it {times} times, and the first takes it whole")
+                raise MoveError(f"{what}: the move names it {times} times, and the first destroys it")
             if self.strict and references > 1:
                 raise MoveError(f"{what}: it has {references} references, and others use it (strict)")
         for block in blocks:

@@ -55,8 +55,8 @@ class SglangModel:
         step = self.page // gcd(self.page, self.window or self.page, self.grid or self.page)
         if block_size % step:
             raise ValueError(
-                f"backend {name!r} cannot be scaled to block_size {block_size}; it can to multiples of {step}, and has "
-                f"{self.page} tokens a page itself"
+                f"backend {name!r} cannot be scaled to block_size {block_size}; it can be scaled to multiples of "
+                f"{step}, and its own pages have {self.page} tokens"
             )
 
         def scaled(tokens: int) -> int:

@@ -187,8 +187,8 @@ class WindowBlocks:
                 if one in above:
                     raise RuntimeError(
                         "TensorRT-LLM ends here: a request took back a block that had left its window of "
-                        f"{self.window} tokens, and stored it below itself; more num_blocks "
-                        "or a longer window keep it from that"
+                        f"{self.window} tokens, and stored it below itself; more num_blocks or a longer window "
+                        "avoid this"
                     )
                 above.add(one)
                 waiting.append((one, True))

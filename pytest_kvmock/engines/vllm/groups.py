@@ -127,9 +127,8 @@ class GroupGeometry:
                 raise ValueError(f"speculative: vLLM has no draft model with groups of kind {LOCAL!r}")
             if speculative.chunk_lookahead > max(scheduler_block, 1):
                 raise ValueError(
-                    f"speculative: {speculative.chunk_lookahead} modules need blocks of as many tokens at least, as "
-                    "vLLM refuses "
-                    f"others; the blocks of all groups together have {scheduler_block}"
+                    f"speculative: {speculative.chunk_lookahead} modules need blocks of at least that number of "
+                    f"tokens, as vLLM refuses others; the blocks of all groups together have {scheduler_block}"
                 )
             if caching and speculative.lookahead >= _FULL_CUTS_FROM and not any(each.kind in FULL for each in taken):
                 raise ValueError(
@@ -265,7 +264,7 @@ def with_scratch(groups: tuple[CacheGroup, ...], drafts: int) -> tuple[CacheGrou
     odd = next((group for group in groups if group.speculative_blocks), None)
     if odd is not None:
         raise ValueError(
-            f"cache group {odd.kind!r}: speculative_blocks are as many as speculative has tokens, {drafts}; leave "
+            f"cache group {odd.kind!r}: speculative_blocks is the number of tokens of speculative, {drafts}; leave "
             "them out; "
             f"got {odd.speculative_blocks}"
         )

@@ -144,7 +144,7 @@ def check_worker(args: MockEngineArgs, worker: KvWorker) -> None:
     draft: Any = getattr(manager, "speculative", None)
     if args.worker_type != "aggregated" and getattr(draft, "reads_ahead", False) and not draft.connector:
         raise ValueError(
-            f"worker_type={args.worker_type!r} hands prompts over, which makes a KV connector, and {worker!r} was made "
+            f"worker_type={args.worker_type!r} hands prompts over, which needs a KV connector, and {worker!r} was made "
             "without one: make its backend with speculative=Speculative(..., connector=True)"
         )
     tiers = worker.tiers

@@ -302,7 +302,7 @@ def _read_once(values: Iterable[Any]) -> str:
     if not isinstance(values, Iterator):
         return ""
     kind = type(values).__name__
-    return f": the trace is a {kind} that has nothing left; one that was read once is empty, a list is not"
+    return f": the trace is a {kind} that has nothing left: it is empty after it was read once; a list is not"
 
 
 def _is_finite(value: object) -> bool:

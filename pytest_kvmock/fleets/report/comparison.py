@@ -105,9 +105,9 @@ class Comparison(Mapping[str, "tuple[float | None, float | None]"]):
             self.notes.append(f"these are two traces: {one.trace}, and {other.trace}")
         elif one.router == other.router and one.picks != other.picks:
             self.notes.append(
-                f"the same trace and {one.router} twice, yet other picks: unless its options or the fleet's are "
-                "others, it draws "
-                "randomness that is not seeded alike, or keeps what it learnt (ties alone are worth some 5 % of "
+                f"the same trace and {one.router} twice, but different picks: unless its options or the fleet's "
+                "differ, its random draws are seeded differently, or it keeps what it learnt (ties alone are "
+                "worth some 5 % of "
                 "latencies)"
             )
         if start := one.other_start(other):

@@ -219,8 +219,8 @@ def _samples(report: Any, names: Sequence[str], notes: list[str]) -> list[dict[s
     most = max(map(len, by_worker), default=0)
     if most > MOST_POINTS:
         notes.append(
-            f"Charts have at most {MOST_POINTS:,} of up to {most:,} passes a worker: of each stretch the one with the "
-            "longest queue."
+            f"Charts have at most {MOST_POINTS:,} of up to {most:,} passes a worker: for each interval the one "
+            "with the longest queue."
         )
     found = []
     for rows in by_worker:

@@ -61,8 +61,8 @@ def report_text(report: Any, about: str) -> str:
     parts += role_lines(report)
     if report.run.facts.held_before:
         parts.append(
-            f"the engines held {report.run.facts.held_before} blocks before this run: their hits count, and the ideal "
-            "knows none of them"
+            f"the engines held {report.run.facts.held_before} blocks before this run: their hits count, and the "
+            "ideal does not include them"
         )
     missed = [each for each in report.missed if isinstance(each, MissedAbort)]
     parts += [

@@ -108,7 +108,8 @@ class _Replay:
             and kv.index is not kv.inside.reference
         ):
             self._notes.append(
-                "Your index is given here what the reference is: a fault of its input alone is not in its steps."
+                "Your index receives the same events here as the reference: a fault that changes only its input "
+                "is not in its steps."
             )
         self._index = None if kv.index is kv.inside.reference else self._second()
         self._dump = None if self._index is None else getattr(self._index.index, "dump_events", None)

@@ -118,7 +118,7 @@ class Checked:
         lines = [f"{self.path}: {', '.join(about)}"]
         lines += [f"note: {note}" for note in self.notes]
         if not self.complete:
-            lines.append("note: the capture has no last line: what wrote it was stopped")
+            lines.append("note: the capture has no last line: its writer was stopped")
         if self.unreadable:
             count = len(self.unreadable)
             lines.append(f"{count:,} message{'s' * (count != 1)} of the wire with something wrong:")
@@ -183,8 +183,8 @@ def check_file(
     checked = Checked(Path(path), allow=frozenset(map(check_rule, allow)), counts_injected=counts_injected)
     if full_reports:
         checked.notes.append(
-            "full reports: a Stored without a parent of blocks that are all held may be one, or copies: no Removed "
-            "of such a block is missed, nor one too many"
+            "full reports: a Stored without a parent whose blocks are all held may be one, or copies: neither a "
+            "missing Removed of such a block nor one too many is found"
         )
     stated = None if residency is None else check_residency(residency)
     row = None if dialect is None else find_dialect(dialect)
@@ -355,9 +355,7 @@ class _Replay:
         self._injected.attribute()
         self._names.close()
         if count := len(self._uncomputed):
-            checked.notes.append(
-                f"{count:,} Stored without `chained`: whether their hashes are those of their blocks was not computed"
-            )
+            checked.notes.append(f"{count:,} Stored without `chained`: their hashes were not checked")
 
     def _begin(self, header: Mapping[str, Any]) -> None:
         if header[HEADER] != VERSION or isinstance(header[HEADER], bool):
@@ -454,7 +452,7 @@ class _Replay:
         if spec.chain is None:
             return DynamoChain
         if models not in (None, spec.models):  # an option may have changed its hash unit or algorithm
-            return self._unjudged(key, f"{models!r:.80} is not the engine of backend {backend!r} as it is")
+            return self._unjudged(key, f"{models!r:.80} is not the unchanged engine of backend {backend!r}")
         manager = spec.make(num_blocks=1, block_size=value.get("block_size") or 16, dp_rank=0, sink=None)
         return partial(spec.chain, manager)
 

@@ -36,7 +36,7 @@ def split_payloads(data: bytes, dialect: Dialect, path: Path) -> Iterator[bytes]
         yield data
         return
     if data[0] < _FIRST_OF_BATCH:
-        raise CaptureError(f"{path}: this is a text, and no payload of {dialect.name}; as text {TAKES} are read")
+        raise CaptureError(f"{path}: this is text, not a payload of {dialect.name}; as text {TAKES} are read")
     reader = Reader(data)
     while reader.rest:
         start = reader.position

@@ -50,7 +50,7 @@ def add_parsers(
         "--dialect", metavar="NAME", default="vllm-0.33", help="engine, API and metrics (default: vllm-0.33)"
     )
     serve.add_argument(
-        "--events", choices=("poll", "zmq"), help="of trtllm-1.3: how its events come out (default: poll, by HTTP)"
+        "--events", choices=("poll", "zmq"), help="for trtllm-1.3: how to publish events (default: poll, by HTTP)"
     )
     serve.add_argument("--workers", metavar="N", type=int, help="how many engines (default: 1)")
     serve.add_argument(
@@ -61,7 +61,7 @@ def add_parsers(
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="with --role: a key of both roles, as hand_over=vllm-mooncake or kv_lease_duration=2; repeatable",
+        help="with --role: a key of both roles, such as hand_over=vllm-mooncake or kv_lease_duration=2; repeatable",
     )
     serve.add_argument("--ranks", metavar="N", type=int, default=1, help="data-parallel ranks of each (default: 1)")
     serve.add_argument("--block-size", metavar="N", type=int, help="tokens a block (default: 16, or the model's least)")
@@ -71,22 +71,22 @@ def add_parsers(
         "--host-blocks", metavar="N", type=int, help="blocks of each rank's host, for vLLM's native offload"
     )
     serve.add_argument(
-        "--self-describing", action="store_true", help="with a host: its events have tokens, and name no places alone"
+        "--self-describing", action="store_true", help="with a host: its events have tokens, not only locations"
     )
     serve.add_argument(
         "--tier",
         metavar="KEY=VALUE",
         action="append",
         default=[],
-        help="with a host: a further key of `tiers`, as write_policy=write_back or storage=true; repeatable",
+        help="with a host: a further key of `tiers`, such as write_policy=write_back or storage=true; repeatable",
     )
-    store_help = "a store that workers share, as disk=files:0,1 with --tier files=true; repeatable"
+    store_help = "a store that workers share, such as disk=files:0,1 with --tier files=true; repeatable"
     serve.add_argument("--store", metavar="NAME=KIND:ID,...", action="append", default=[], help=store_help)
     serve.add_argument(
         "--model",
         metavar="NAME",
         default="mock-model",
-        help="name of the model; that of a hybrid one is served with its cache groups: gpt-oss, qwen3-next ... "
+        help="name of the model; a hybrid model is served with its cache groups: gpt-oss, qwen3-next ... "
         "(default: mock-model)",
     )
     serve.add_argument(
@@ -99,14 +99,14 @@ def add_parsers(
     serve.add_argument("--max-model-len", metavar="N", type=int, help="default: what the blocks hold")
     serve.add_argument("--max-queued", metavar="N", type=int, help="answer 503 while N requests of a worker wait")
     serve.add_argument(
-        "--publish-every", metavar="N", type=int, help="of SGLang with a host: send events after N decode steps"
+        "--publish-every", metavar="N", type=int, help="for SGLang with a host: send events after N decode steps"
     )
     serve.add_argument(
         "--time-scale",
         metavar="X",
         type=float,
         default=0.0,
-        help="seconds by the wall for one of virtual time (default: 0)",
+        help="wall-clock seconds for one second of virtual time (default: 0)",
     )
     serve.add_argument(
         "--host",
@@ -123,18 +123,18 @@ def add_parsers(
         "--token-file",
         metavar="FILE",
         type=Path,
-        help="the token that the control API asks for; without, one is made where --host is not of the loopback",
+        help="the token that the control API requires; without it, one is made if --host is not the loopback",
     )
     serve.add_argument(
         "--allowed-host",
         metavar="NAME",
         action="append",
         default=[],
-        help="a further name that clients of the control API may call it by; repeatable",
+        help="a further Host that clients of the control API may send; repeatable",
     )
-    serve.add_argument("--api-key", metavar="KEY", help="engines ask for it, as with the option of that name of theirs")
+    serve.add_argument("--api-key", metavar="KEY", help="engines require it, as with their own option of that name")
     serve.add_argument(
-        "--http-port", metavar="N", type=int, default=0, help="of the first worker; the next ones follow"
+        "--http-port", metavar="N", type=int, default=0, help="port of the first worker; the next ones follow"
     )
     serve.add_argument(
         "--http",
@@ -143,16 +143,16 @@ def add_parsers(
         help="of vLLM with ranks: one HTTP port a worker, a rank, or each of its two nodes, behind which ranks are "
         "numbered from 0 (default: worker)",
     )
-    serve.add_argument("--event-port", metavar="N", type=int, default=0, help="of the first rank; the next ones follow")
+    serve.add_argument("--event-port", metavar="N", type=int, default=0, help="first rank's port; the next ones follow")
     serve.add_argument("--replay-port", metavar="N", type=int, default=0, help="the same for replays")
-    serve.add_argument("--load-port", metavar="N", type=int, help="of the first rank's load stream (SGLang); 0: any")
-    serve.add_argument("--master-port", metavar="N", type=int, help="of the stream of HiCache's master; 0: any")
-    serve.add_argument("--control-port", metavar="N", type=int, default=0, help="of the control API")
-    serve.add_argument("--topic", metavar="TEXT", default="", help="of events: 'kv@{host}:{port}@{model}' for llm-d")
+    serve.add_argument("--load-port", metavar="N", type=int, help="first rank's load stream port (SGLang); 0: any")
+    serve.add_argument("--master-port", metavar="N", type=int, help="port of the stream of HiCache's master; 0: any")
+    serve.add_argument("--control-port", metavar="N", type=int, default=0, help="port of the control API")
+    serve.add_argument("--topic", metavar="TEXT", default="", help="events' topic: 'kv@{host}:{port}@{model}' (llm-d)")
     serve.add_argument("--log", metavar="N", type=int, help="remember N requests; default: all")
     serve.add_argument("--capture", metavar="FILE", type=Path, help="write all events there, as --kv-capture does")
     serve.add_argument("--overwrite", action="store_true", help="replace a capture that is there")
-    serve.add_argument("--seed", metavar="N", type=int, default=0, help="of what is generated (default: 0)")
+    serve.add_argument("--seed", metavar="N", type=int, default=0, help="seed of the generated output (default: 0)")
     serve.set_defaults(run=serve_engines)
 
     tokenizer = commands.add_parser(

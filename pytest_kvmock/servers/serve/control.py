@@ -129,7 +129,7 @@ def _read(body: bytes) -> Any:
     try:
         return from_json(body) if body else {}
     except ValueError as error:
-        raise ValueError(f"the body is no JSON: {error}") from None
+        raise ValueError(f"the body is not JSON: {error}") from None
 
 
 def _call(method: Callable[..., Any], given: dict[str, Any]) -> Any:
@@ -173,7 +173,7 @@ def _prompt(given: dict[str, Any]) -> Any:
     if len(prompt) > MOST_TOKENS:
         raise ValueError(f"prompt must have at most {MOST_TOKENS} tokens, got {len(prompt)}")
     if isinstance(prompt, list) and bool in set(map(type, prompt)):
-        raise TypeError("a token id is an integer, and no boolean")
+        raise TypeError("a token id is an integer, not a boolean")
     return prompt
 
 

@@ -115,7 +115,7 @@ class Controls:
         if name not in known:
             raise ValueError(f"unknown fault {name!r:.80}; known: {', '.join(known)}")
         if not hasattr(faults, name):
-            raise ValueError(f"fault {name!r} is of events that are sent over ZMQ; this engine's are polled")
+            raise ValueError(f"fault {name!r} is for events that are sent over ZMQ; this engine's are polled")
         _call(getattr(faults, name), name, options)
 
     def load_fault(self, worker: int, name: str, **options: Any) -> None:
@@ -137,7 +137,7 @@ class Controls:
         if name not in known:
             raise ValueError(f"unknown fault of loads {name!r:.80}; known: {', '.join([*known, _POLLS])}")
         if served.publisher.loads is None:
-            raise ValueError(f"fault {name!r} is of a load stream, and worker {worker} has none: see ports['loads']")
+            raise ValueError(f"fault {name!r} is for a load stream, and worker {worker} has none: see ports['loads']")
         fault = getattr(served.publisher.loads.faults, name)
         self._act(lambda: _call(fault, name, options))
 

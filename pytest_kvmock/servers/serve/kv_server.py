@@ -172,12 +172,12 @@ class KvServer(Controls, RouterChecks):
         if (harness is None and roles is None and stores is None) or (harness is not None and roles is not None):
             raise ValueError(
                 "KvServer: give a harness, or roles={'prefill': 2, 'decode': 2} or stores={'disk': {'kind': 'files', "
-                "'workers': [0, 1]}} of one that is made"
+                "'workers': [0, 1]}} for a harness that it makes"
             )
         if harness is None:
             harness = _harness_of(self.dialect, roles, stores)
         elif stores is not None:
-            raise ValueError("KvServer: stores are those of a harness that it makes; the one that is given has its own")
+            raise ValueError("KvServer: stores are for a harness that it makes; the given harness has its own")
         for name in ports:
             if name not in PORTS:
                 raise ValueError(f"KvServer: {unknown_text('ports', name, PORTS)}")

@@ -196,7 +196,7 @@ class Guard:
         for host in hosts:
             if (name := _name_of(host)) != here and name not in self._names:
                 return (
-                    f"Host {host!r:.80} is none of {', '.join(sorted(self._names | {here}))}; allow more by "
+                    f"Host {host!r:.80} is not one of {', '.join(sorted(self._names | {here}))}; allow more by "
                     "--allowed-host NAME "
                     "(network['allowed_hosts'] of KvServer)"
                 )

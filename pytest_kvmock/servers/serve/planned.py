@@ -143,8 +143,8 @@ def _check_headers(headers: object) -> None:
         if not isinstance(name, str) or not isinstance(value, str):
             raise TypeError(f"answer: headers must be names with texts, as in {shape}, got {name!r:.80}: {value!r:.80}")
         if not name or not _NAME.issuperset(name.lower()):
-            raise ValueError(f"answer: {name!r:.80} is no name of a header")
+            raise ValueError(f"answer: {name!r:.80} is not the name of a header")
         if name.lower() in _OF_THE_SERVER:
-            raise ValueError(f"answer: header {name!r} says how an answer is sent, and is the server's own")
+            raise ValueError(f"answer: header {name!r} says how an answer is sent; only the server sets it")
         if not value.isascii() or not value.isprintable():
             raise ValueError(f"answer: header {name!r:.80} must be printable ASCII, got {value!r:.80}")

@@ -96,7 +96,7 @@ def reason(publisher: KvPublisher, dp_rank: int, prompt: Prompt, block_size: int
     stored, gone = read.stored.get(place), read.gone.get(place)
     if known < held:
         if stored is None:
-            return "no batch that a replay has stored them"
+            return "no batch that a replay still has stored them"
         return f"batch {stored} stored them: {publisher.fate(stored, dp_rank)}"
     if gone is not None:
         return f"batch {gone} removed them: {publisher.fate(gone, dp_rank)}"

@@ -191,7 +191,7 @@ class Routing:
     def _worst(self) -> str:
         at = worst_choice([each.choice for each in self._requests])
         if at is None:
-            return "no request was sent elsewhere than to a worker that held most of it"
+            return "every request went to a worker that held most of it"
         each = self._requests[at]
         held = ", ".join(f"worker {worker} held {blocks}" for worker, blocks in sorted(each.overlap.items()))
         return f"request {each.number} ({each.blocks} blocks) was sent to worker {each.worker}: {held}"

@@ -452,7 +452,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
         moved = getattr(self, "moved", None)
         what = "whether it uses a worker that comes up under a new address"
         if moved is None:
-            self.skip("it has no moved(engines)", what, "moved(engines), which has it use other engines")
+            self.skip("it has no moved(engines)", what, "moved(engines), which makes it use other engines")
         self._needs_a_start(what)
         with self._world(_kvmock_servers, spare=2) as world:
             where = "worker 1 is gone, and worker 2 has come in its place"

@@ -213,8 +213,8 @@ class ProcessPairs(ProcessJudge):
                 world.server.release(engine.worker)
             if not later[first]:
                 world.fail(
-                    f"prefill engine {first} has computed {picks[first]} prompts that are decoded still, and {second} "
-                    f"nothing that is: of {picks[first]} more {first} got none; expected some, as both are idle: its "
+                    f"prefill engine {first} has computed {picks[first]} prompts that are still being decoded, "
+                    f"and {second} none: of {picks[first]} more {first} got none; expected some, as both are idle: its "
                     "load is held to the end of the request (holds_prefill = True declares it)"
                 )
 
@@ -283,7 +283,7 @@ class ProcessPairs(ProcessJudge):
         """Engines of one role join while the other role has open legs: these still count, and new engines are used."""
         moved, what = getattr(self, "moved", None), "engines of a role that join"
         if moved is None:
-            self.skip("it has no moved(engines)", what, "moved(engines), which has it use other engines,")
+            self.skip("it has no moved(engines)", what, "moved(engines), which makes it use other engines,")
         self._needs_a_start(what)
         with self._pairs(kv_dialect, 3, starts=False) as world:
             roles = world.server.pairs.roles if world.server.pairs is not None else {}

@@ -587,7 +587,7 @@ class ProcessWorld:
         """Fail unless no request is open in the engines, and the process, if it reports them, counts none."""
         __tracebackhide__ = True
         contract = self._contract
-        self.wait_open(0, "after everything requests are open in the engines")
+        self.wait_open(0, "at the end requests are still open in the engines")
         if (self.process is not None and not self.process.is_alive) or not contract.tells_open:
             return
         deadline, problem = Deadline(self._seconds), ""
@@ -603,8 +603,7 @@ class ProcessWorld:
                 break
             self.pause()
         self.fail(
-            problem
-            or f"after everything it counts {count} requests as open, and there are none ({self._seconds:g} s later)"
+            problem or f"at the end it counts {count} requests as open, and there are none ({self._seconds:g} s later)"
         )
 
     def held(self, prompt: str, **keys: Any) -> Mapping[int, int]:

@@ -21,10 +21,9 @@ _BURST: Final = 90
 the later ones."""
 
 _CALLED_OFF: Final = (
-    ": all that was there was called off and is over, so the router counts it as open still. finished(request) is "
-    "called "
-    "with status 'aborted', and withdrawn(request) for one that was not dispatched; with loads() the request at which "
-    "it parts is named"
+    ": all its requests were called off and are over, so the router still counts them as open. finished(request) "
+    "is called with status 'aborted', and withdrawn(request) for a request that was not dispatched; with loads() "
+    "the failure names the request at which the count differs"
 )
 
 

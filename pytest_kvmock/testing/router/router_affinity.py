@@ -69,8 +69,8 @@ class Affinity(RouterPart):
         """
         if not self.keeps_siblings:
             pytest.skip(
-                f"{type(self).__name__}.keeps_siblings is not set: where prompts go that begin alike, before "
-                "the first event of one of them, was not checked"
+                f"{type(self).__name__}.keeps_siblings is not set: where prompts that begin alike go before the "
+                "first event of one of them was not checked"
             )
         size = self.block_size
         heads = [range(at * _BLOCKS * size, (at + 1) * _BLOCKS * size) for at in range(_PROMPTS)]
@@ -123,8 +123,8 @@ class Affinity(RouterPart):
         """
         if not self.names_return:
             pytest.skip(
-                f"{type(self).__name__}.names_return is not set: whether a worker is used that comes "
-                "back under its name was not checked"
+                f"{type(self).__name__}.names_return is not set: whether a worker that comes back under its name "
+                "is used was not checked"
             )
         back_ms, later_ms = 900.0, 2500.0
 
@@ -212,11 +212,10 @@ class Affinity(RouterPart):
         found, in_turn = sum(pick.held == pick.best_held for pick in held), len(held) // _WORKERS
         if 2 * found < len(held) or found <= in_turn:
             self._fail(
-                f"{where}: {found} of {len(held)} prompts went to who held most of them, and in turn "
-                f"{in_turn} would; expected half of them at "
-                "least. A policy that goes by load alone where that is uneven, on purpose, declares "
-                "switches_by_load = True, and one that "
-                "does not go by what is held uses_overlap = False"
+                f"{where}: {found} of {len(held)} prompts went to the worker that held most of them, and in turn "
+                f"{in_turn} would; expected half of them at least. A policy that goes by load alone when loads "
+                "are uneven, on purpose, declares switches_by_load = True; a policy that ignores what workers "
+                "hold declares uses_overlap = False"
             )
 
     def _no_more_than_its_share(self, report: Report, from_ms: float | None) -> None:

@@ -43,8 +43,8 @@ class Fairness(RouterPart):
             report = self._played(rows=[*self._rows(), *refused, *self._burst(_LATER_MS)], args=args)
         except ValueError as error:
             pytest.skip(
-                f"engines of this backend refuse no prompt ({error}): whether one that is refused "
-                "counts was not checked"
+                f"engines of this backend refuse no prompt ({error}): whether a refused prompt counts as load was "
+                "not checked"
             )
         for belief in report.beliefs or ():
             self._fail(f"{where}: {belief}")
@@ -81,7 +81,7 @@ class Fairness(RouterPart):
             self._fail(
                 f"{where}: request {number} waited while {most} that came after it were picked for; "
                 f"expected {_PASSED} at most: "
-                "is who came last served first?"
+                "is the last one served first?"
             )
 
     def test_one_trace_makes_the_same_picks(self) -> None:
@@ -105,7 +105,7 @@ class Fairness(RouterPart):
         other = next(((a, b) for a, b in zip_longest(first, second) if a != b), None)
         if other is not None:
             self._fail(
-                f"one trace, played twice: pick {other[0]} is then {other[1]} (request, worker). A "
-                "router that draws has a seed, and looks at "
-                "request.now_ms and no clock; with a seed of its own each time it declares repeats = False"
+                f"one trace, played twice: pick {other[0]} is then {other[1]} (request, worker). A router that "
+                "draws needs a seed, and takes the time from request.now_ms, not from a clock; a router with a "
+                "new seed each time declares repeats = False"
             )

@@ -44,11 +44,9 @@ _LATER_MS: Final = 3000.0
 """A time long after their end."""
 
 _SERVED: Final = (
-    ": all that it had was served and is over, so the router counts it as open still, its request, its blocks or its "
-    "tokens. "
-    "finished(request) is called for each; with loads() the request at which it parts is named. One that goes by how "
-    "much a worker was sent "
-    "declares follows_prefix = True"
+    ": all its requests were served and are over, so the router still counts them as open, or their blocks or "
+    "tokens. finished(request) is called for each; with loads() the failure names the request at which the count "
+    "differs. A router that goes by how much it sent to a worker declares follows_prefix = True"
 )
 
 _CHANCES: Final = 40

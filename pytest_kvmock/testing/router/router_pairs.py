@@ -308,8 +308,9 @@ class PairScenes(RouterPart):
         alone = report.roles["decode"].alone
         if alone and not self.falls_back:
             self._fail(
-                f"{where}: {len(alone)} requests were decoded alone, the first of them request {alone[0][0]}, and the "
-                "client is not told; expected REFUSE, or None until one is there. A router that does so on purpose "
+                f"{where}: {len(alone)} requests were decoded alone, the first of them request {alone[0][0]}, and "
+                "the client is not told; expected REFUSE, or None until a prefill worker is there. A router that "
+                "does so on purpose "
                 "declares falls_back = True"
             )
         return report
@@ -475,8 +476,8 @@ class PairScenes(RouterPart):
         for number, phase in roles["prefill"].ran_out:
             if number not in again and phase in ("finished", "prefill", "decode", "waiting"):
                 self._fail(
-                    f"{where}: the lease of request {number} ended by time, though its client stayed ({phase}): its "
-                    "decode leg did not come with what its prefill leg was answered"
+                    f"{where}: the lease of request {number} ended by time, though its client stayed ({phase}): "
+                    "its decode leg did not carry the answer to its prefill leg"
                 )
         left = report.arrived - len(report.completed) - report.aborted
         if left and not may_fail:
@@ -494,7 +495,7 @@ class PairScenes(RouterPart):
         if self.threshold is not None and not may_be_alone and (due := decode.alone_from(max(1, self.threshold))):
             tokens = dict(decode.alone)[due[0]]
             self._fail(
-                f"{where}: request {due[0]} was decoded alone, of which its decode worker had {tokens} tokens to "
+                f"{where}: request {due[0]} was decoded alone, though its decode worker had {tokens} tokens to "
                 f"compute; expected a prefill leg from threshold={self.threshold} on ({len(due)} requests so)"
             )
         if decode.recomputed:
@@ -517,7 +518,7 @@ class PairScenes(RouterPart):
                 if phase == "decode" and (rank, room) not in came:
                     self._fail(
                         f"{where}: a decode leg waits for room {room} at rank {rank} of worker {id_of(worker)!r}, "
-                        "which has not that room"
+                        "which does not have that room"
                     )
 
 

@@ -151,7 +151,7 @@ class StoreScenes:
                 if promised[1] < promised[0]:
                     self._fail(
                         f"{where}, and {what}: it promises {_ids(others)} {promised[1]} blocks of one; "
-                        f"expected {promised[0]}, as of others before: a store keeps what it has"
+                        f"expected {promised[0]}, as for others before: a store keeps what it has"
                     )
 
     def test_a_hole_ends_a_promise_of_a_store(self) -> None:

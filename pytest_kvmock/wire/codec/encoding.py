@@ -404,7 +404,7 @@ class _Writer:
             if field.is_own and not (field.type == "medium" and value is None):
                 if field.type == "block_size" and (not blocks or isinstance(event.event.data, Located)):
                     continue  # `_tokens_of` or `_of_located` has read it
-                raise EncodeError(f"extra[{field.name!r}]: the event itself says it, and extra is for what it does not")
+                raise EncodeError(f"extra[{field.name!r}]: the event has this field itself; extra is for other fields")
             flaw = value_flaw(self._dialect, field, value) or entries_flaw(field, value, blocks)
             if flaw is not None:
                 raise EncodeError(f"extra[{field.name!r}]: expected {flaw.expected}, got {flaw.observed}")

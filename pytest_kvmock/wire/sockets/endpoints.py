@@ -204,7 +204,7 @@ def bind_ranks(make: Callable[[], _T], endpoint: str, ranks: int) -> tuple[list[
     """
     is_picked = endpoint.endswith(":*")
     if is_picked and ranks > MOST_RANKS:
-        raise EndpointError(f"{ranks} ranks: ports in a row are looked for {MOST_RANKS} at most")
+        raise EndpointError(f"{ranks} ranks: ports in a row are searched for at most {MOST_RANKS}")
     for left in reversed(range(_MOST_TRIES if is_picked else 1)):
         sockets: list[Any] = []
         base, bound = endpoint, []

@@ -53,7 +53,7 @@ class PublishedRank:
             f"{who} has published {batches_text(self.batches) or 'no batch'}, to {len(self.since)} subscriptions{since}"
         ]
         if self.before:
-            gone = f"{batches_text(self.before)} went before that, and no replay has {'it' if self.before == 1 else 'them'}"  # noqa: E501
+            gone = f"{batches_text(self.before)} went out before that, and no replay has {'it' if self.before == 1 else 'them'}"  # noqa: E501
             lines.append(f"{who} restarted: its numbers begin with 0 again; {gone} any more")
         if self.unheard and not any(each.start == 0 and each.sent for each in asked):
             lines.append(
@@ -63,7 +63,8 @@ class PublishedRank:
             lines += inproc_lines(self.endpoint)
         if self.restarted_alone:
             lines.append(
-                f"{who} was restarted, and no worker: worker.restart() empties the engine, and restarts its publisher"
+                f"{who} was restarted without its worker: worker.restart() empties the engine, and restarts its "
+                "publisher"
             )
         lines += map(_asked_text, asked[-_MOST_SHOWN:])
         lines += [f"injected: {each.fault} at {who}, batch {each.batch}" for each in injected[-_MOST_SHOWN:]]

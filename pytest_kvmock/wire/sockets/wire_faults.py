@@ -108,7 +108,7 @@ class WireFaults:
             f"{each.name} ({each.left} {'batch' if each.left == 1 else 'batches'} left)"
             for each in list(self._planned)  # the publishing thread changes it
         ]
-        return planned + ["truncate_replay (no replay had so much to leave out)"] * len(self._truncated)
+        return planned + ["truncate_replay (no replay was long enough to cut)"] * len(self._truncated)
 
     # ------------------------------------------------------------------------------------------------ to ask for
 

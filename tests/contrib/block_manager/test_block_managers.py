@@ -83,7 +83,10 @@ def test_block_managers_take_their_sizes_from_the_profile_and_their_arguments(ne
         ("make(config=8)", "make_kv_block_manager: config must be a KvBlockManagerConfig, got 8"),
         (
             "make(config=config, host_blocks=4, worker_id=5)",
-            "make_kv_block_manager: config is all of a manager, so worker_id and host_blocks cannot be given with it",
+            (
+                "make_kv_block_manager: config describes a manager completely, so worker_id and host_blocks cannot be "
+                "given with it"
+            ),
         ),
         ("make(config=config, nixl='disabled')", "so nixl cannot be given with it"),
         (

@@ -167,7 +167,7 @@ def test_a_block_set_written_by_another_program_is_read():
         (body(worker_id=b"-1"), "in a block set, worker_id must be an integer of at least 0 (u64), got -1"),
         (body(worker_id=b"true"), "in a block set, worker_id must be an integer of at least 0 (u64), got True"),
         (body(agent_id=b"7"), "in a block set, agent_id must be text, got 7"),
-        (body(GOOD_LAYOUT + b"," + GOOD_LAYOUT), "in a block set, set 1 is there twice"),
+        (body(GOOD_LAYOUT + b"," + GOOD_LAYOUT), "a block set names set 1 twice"),
         (
             body(GOOD_LAYOUT.replace(b"16,", b"0,", 1)),
             "in a block set's block_sets[0], num_blocks must be an integer of at least 1 (u64), got 0",

@@ -383,7 +383,9 @@ def test_a_block_registered_since_its_description_can_be_read_but_not_written(ma
     blocks = remote(managers[0], theirs)
     (registered,) = managers[1].host().register_blocks_blocking(theirs)
     mine = host_blocks(managers[0], 1, b"no")
-    with pytest.raises(StaleBlockDescriptor, match=r"it was registered since it was described, and may not be written"):
+    with pytest.raises(
+        StaleBlockDescriptor, match=r"it was registered since it was described, and may no longer be written"
+    ):
         TransferRequestPut(mine, blocks).execute()
     assert registered.payload == b"kv"
     TransferRequestGet(blocks, mine).execute()
@@ -506,9 +508,7 @@ def test_block_sets_imported_before_a_restart_do_not_reach_the_restarted_worker(
     managers[1].close()
     again = manager_in(fabric, 1)
     owned = host_blocks(again, 1)
-    with pytest.raises(
-        WorkerUnreachable, match=r"it was restarted, and the block set that was imported is of its former"
-    ):
+    with pytest.raises(WorkerUnreachable, match=r"it was restarted, and the imported block set belongs to its former"):
         TransferRequestPut(host_blocks(managers[0], 1, b"kv"), blocks).execute()
     assert payloads(owned) == [b""]
     newcomer = manager_in(fabric, 3)

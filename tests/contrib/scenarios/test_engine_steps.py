@@ -151,7 +151,7 @@ FAILURES = [
     "a"), ("3: finish was refused: RequestError: finish on a request that is an engine's, which finishes it or aborts "
     "it; it is waiting")),
     (("prefill: {request: a, tokens: 0..3}\n- abort: "
-    "a"), ("3: abort was refused: RequestError: abort on a request that is none of an engine's: finish it; it is "
+    "a"), ("3: abort was refused: RequestError: abort on a request that is not an engine's: finish it; it is "
     "running")),
     (("submit: {request: a, tokens: 0..3}\n- run:\n- abort: "
     "a"), "4: abort was refused: RequestError: abort on a request that is finished"),
@@ -212,7 +212,8 @@ BAD = [
     ("steps: [{run: 1, expect: {requests: {a: {}}}}]", "1:41: a: nothing is expected; known: status, cached_tokens, "),
     ("steps: [{run: 1, expect: {metrics: {}}}]", "1:36: metrics: nothing is expected; known: running, "),
     (("steps: [{run: 1, expect: {cached_tokens: "
-    "4}}]"), ("1:27: expect: 'cached_tokens' is of a prefill, resume or serve; that of an engine's request is expected "
+    "4}}]"), ("1:27: expect: only prefill, resume and serve return 'cached_tokens'; that of an engine's request "
+        "is expected "
     "as {requests: ")),
 ]  # fmt: skip
 

@@ -34,8 +34,8 @@ BAD = [
     "'block_size'? known: base, block_size, num_blocks, workers, dp_size, prefix_caching, chunk, seed")),
     (f"profile: {{num_blocks: 0}}\n{STEPS}\n", "1:23: num_blocks must be an integer of at least 1, got 0"),
     (f"profile: {{num_blocks: many}}\n{STEPS}\n", "1:23: num_blocks: got 'many'; allowed: an integer"),
-    (f"backends: []\n{STEPS}\n", ("1:11: backends: at least one backend is needed; without the key it is the default "
-    "matrix")),
+    (f"backends: []\n{STEPS}\n", ("1:11: backends: at least one backend is needed; without the key, the default "
+        "matrix is used")),
     (f"backends: lru\n{STEPS}\n", "1:11: backends: got 'lru'; allowed: a list"),
     ("allow: [nope]\n" + STEPS, "1:9: allow: unknown rule 'nope'; known: "),
     ("steps:\n- use: [1]\n  deref: [1]\n", "2:3: steps: one step does one thing, not use and deref"),
@@ -95,7 +95,7 @@ BAD = [
     ("steps:\n- use: [1]\n  expect: {}\n", "3:11: expect: nothing is expected; known: "),
     (("steps:\n- use: [1]\n  expect: {alocated: "
     "1}\n"), "3:12: expect: unknown key 'alocated'; did you mean 'allocated'? known: "),
-    ("steps:\n- deref: [1]\n  expect: {allocated: 1}\n", "3:12: expect: 'allocated' is what a use answers"),
+    ("steps:\n- deref: [1]\n  expect: {allocated: 1}\n", "3:12: expect: only a use returns 'allocated'"),
     ("steps:\n- expect: {refused: x}\n", "2:12: expect: 'refused' is expected of a step that does something"),
     (("steps:\n- use: [1]\n  expect: {events: [{added: "
     "[1]}]}\n"), "3:22: events: unknown key 'added'; known: stored, parent, removed, worker"),
@@ -218,7 +218,7 @@ def test_values_at_the_allowed_limits_are_read(tmp_path, step, given):
             "use: {blocks: [1], plhs: [[1, 2, null]]}",
             "allowed: [sequence hash, parent sequence hash or null, position]",
         ),
-        ("serve: {hashes: [1], cache_salt: x}", "'cache_salt' belongs to 'tokens': hashes have it in them"),
+        ("serve: {hashes: [1], cache_salt: x}", "'cache_salt' belongs to 'tokens': hashes include it already"),
     ],
 )
 def test_values_beyond_the_edge_are_refused(tmp_path, step, message):

@@ -275,6 +275,7 @@ def test_a_directory_is_created_even_for_no_dialect(tmp_path):
 
 def test_a_dialect_without_a_cleared_is_refused(tmp_path):
     with pytest.raises(
-        ValueError, match=r"vectors have a Cleared, which dialect 'trtllm-1\.2' cannot say; they are made of vllm-0\.9"
+        ValueError,
+        match=r"vectors have a Cleared, which dialect 'trtllm-1\.2' cannot write; they are made of vllm-0\.9",
     ):
         write_vectors(tmp_path, dialects=["trtllm-1.2"])

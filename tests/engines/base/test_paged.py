@@ -326,7 +326,7 @@ def spoilt(**fields):
     ("call", "said"),
     [
         (lambda m: m.free_blocks([9, 0]), "free_blocks of block 0: it is free already"),
-        (lambda m: m.free_blocks([9, 8, 9]), "free_blocks of block 9: it has 1 reference(s), and 2 would go"),
+        (lambda m: m.free_blocks([9, 8, 9]), "free_blocks of block 9: it has 1 reference(s), and 2 would be released"),
         (lambda m: m.free_blocks([9, 10]), "free_blocks of block 10: there is none; ids are 0 to 9"),
         (lambda m: m.free_blocks([-1]), "free_blocks of block -1: there is none; ids are 0 to 9"),
         (lambda m: m.free_blocks(["9"]), "free_blocks of block '9': there is none; ids are 0 to 9"),

@@ -147,8 +147,8 @@ def test_a_small_cache_has_at_least_one_window():
 def test_an_unsupported_block_size_of_a_model_is_refused_with_the_supported_ones():
     with pytest.raises(
         ValueError,
-        match=r"^backend 'sglang_deepseek_v4' cannot be scaled to block_size 3; it can to multiples of 2, and has 256 "
-        r"tokens a page itself$",
+        match=r"^backend 'sglang_deepseek_v4' cannot be scaled to block_size 3; it can be scaled to multiples of 2, "
+        r"and its own pages have 256 tokens$",
     ):
         create_manager("sglang_deepseek_v4", num_blocks=8, block_size=3)
 

@@ -213,7 +213,7 @@ def test_invalid_speculative_options_are_refused(fields, message):
                 "groups": [CacheGroup("mamba", 4, speculative_blocks=1), FULL],
                 "speculative": Speculative(),
             },
-            "speculative_blocks are as many as speculative has tokens, 3",
+            "speculative_blocks is the number of tokens of speculative, 3",
         ),
     ],
 )

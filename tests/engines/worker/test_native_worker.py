@@ -109,7 +109,7 @@ def test_a_request_that_does_not_wait_gets_a_deadline_and_hits_at_the_next_attem
 def test_a_request_waits_for_the_copy_of_its_prefix_to_the_host():
     worker, _ = worker_of()
     serve(worker, A)
-    with pytest.raises(WouldWait, match="what it begins with is being copied") as error:
+    with pytest.raises(WouldWait, match="its leading blocks are being copied") as error:
         worker.prefill(A[:16], wait=False)
     assert error.value.deadline == 4.0
     assert serve(worker, A[:16]) == (12, 3)

@@ -252,7 +252,7 @@ def test_a_router_that_waits_forever_is_reported_as_stalled():
     [
         ("prefill", 2, "that worker is gone, or is none for prefill. Candidates: 0, 1"),
         ("decode", 0, "that worker is gone, or is none for decode. Candidates: 2, 3"),
-        ("decode", DECODE_ALONE, "that answers the question for a prefill worker"),
+        ("decode", DECODE_ALONE, "that is an answer only for the prefill leg"),
     ],
 )
 def test_a_worker_of_the_other_role_is_refused_as_an_answer(phase, answer, why):

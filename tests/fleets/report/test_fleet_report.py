@@ -624,7 +624,7 @@ def test_equal_reports_compare_as_equal():
 def test_comparing_two_runs_of_a_random_router_adds_a_note():
     one, other = (fleet(DynamoRouter(rng=Random(seed))).run(trace()) for seed in range(2))
     (note,) = one.compare(other).notes
-    assert note.startswith("the same trace and DynamoRouter twice, yet other picks")
+    assert note.startswith("the same trace and DynamoRouter twice, but different picks")
 
 
 def test_comparing_runs_with_different_initial_caches_adds_a_note():

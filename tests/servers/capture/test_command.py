@@ -59,9 +59,7 @@ def test_check_counts_stored_events_without_chained_as_not_computed(clean, capsy
     stored = [line for line in lines if line.pop("chained", False)]
     clean.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
     assert main(["check", str(clean)]) == 0
-    note = (
-        f"note: {len(stored)} Stored without `chained`: whether their hashes are those of their blocks was not computed"
-    )
+    note = f"note: {len(stored)} Stored without `chained`: their hashes were not checked"
     assert stored
     assert capsys.readouterr().out.endswith(f" 2 streams\n{note}\nclean\n")
 
@@ -71,7 +69,7 @@ def test_check_reports_problems_and_exits_with_1(broken, capsys):
     assert (
         capsys.readouterr().out
         == f"""{broken}: 3 events, 1 stream
-note: 2 Stored without `chained`: whether their hashes are those of their blocks was not computed
+note: 2 Stored without `chained`: their hashes were not checked
 1 KV event error: block_not_found (worker 65536, event 2)
 
   event 2  worker 65536  Removed block 7
@@ -424,4 +422,6 @@ def test_payloads_of_requests_with_full_reports_are_clean(seed, tmp_path, capsys
     path.write_bytes(b"".join(wire.payloads))
     assert main(["check", str(path), "--dialect", "vllm-0.33", "--full-reports"]) == 0
     out = capsys.readouterr().out
-    assert "note: full reports: a Stored without a parent of blocks that are all held may be one, or copies: no" in out
+    assert (
+        "note: full reports: a Stored without a parent whose blocks are all held may be one, or copies: neither" in out
+    )

@@ -66,7 +66,7 @@ def test_problems_in_printed_events_are_found(tmp_path):
         (
             "what came\n",
             "vllm-0.33",
-            r"events.txt: this is a text, and no payload of vllm-0.33; as text what vLLM's example",
+            r"events.txt: this is text, not a payload of vllm-0.33; as text what vLLM's example",
         ),
         (
             "what came\n",

@@ -329,8 +329,8 @@ def test_the_control_api_offers_the_methods_of_the_server(server):
         ("/wait_requests", {}, "wait_requests: argument 'open' is missing"),
         ("/reset", {"all": 1}, "reset: unknown argument 'all'; known: worker"),
         ("/text", {"after": 5}, "text: after must be a text, got 5"),
-        ("/hold", b"{", "hold: the body is no JSON: "),
-        ("/hold", b"[" * 100_000, "hold: the body is no JSON: it is nested deeper than 500"),
+        ("/hold", b"{", "hold: the body is not JSON: "),
+        ("/hold", b"[" * 100_000, "hold: the body is not JSON: it is nested deeper than 500"),
         ("/check", {"prompt": "x", "blocks": {"0": 4}}, "check: blocks must be rows as expect returns them, "),
         ("/check", {"prompt": "x", "blocks": False}, "check: blocks must be rows as expect returns them, "),
         ("/check", {"prompt": "x", "blocks": [{"worker": 0}]}, "check: a row of blocks must be as in "),
@@ -413,7 +413,7 @@ def test_the_verdict_lists_faults_that_were_not_injected_yet(server):
     control = server.control_url
     for body in ({"worker": 1, "name": "lose", "batches": 2}, {"worker": 0, "name": "truncate_replay"}):
         assert call(control, "/fault", body)[0] == 200
-    left = ["worker 0: truncate_replay (no replay had so much to leave out)", "worker 1: lose (2 batches left)"]
+    left = ["worker 0: truncate_replay (no replay was long enough to cut)", "worker 1: lose (2 batches left)"]
     assert server.inside.faults_left == left
     verdict = call(control, "/verdict")[1]
     assert (verdict["right"], verdict["faults_left"]) == (False, left)

@@ -72,7 +72,7 @@ def test_nesting_of_json_has_a_limit(server, begin):
         for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
             assert text in refused(server.url(), path, nested(depth))
         for path in ("/hold", "/expect", "/check", "/text"):
-            assert refused(server.control_url, path, nested(depth)) == f"{path[1:]}: the body is no JSON: {text}"
+            assert refused(server.control_url, path, nested(depth)) == f"{path[1:]}: the body is not JSON: {text}"
     for name in (b"x", b"tools"):
         assert call(server.url(), "/v1/completions", nested(MOST_DEPTH - 1, name))[0] == 200
     for name in (b"prompt", b"model", b"max_tokens", b"stream_options"):
@@ -92,7 +92,7 @@ def test_engines_accept_booleans_as_tokens_like_pydantic_and_the_control_api_doe
     for prompt in ([True], [1, False]):
         for path in ("/expect", "/check"):
             text = refused(server.control_url, path, {"prompt": prompt, "blocks": []})
-            assert text == f"{path[1:]}: a token id is an integer, and no boolean"
+            assert text == f"{path[1:]}: a token id is an integer, not a boolean"
 
 
 def test_null_counts_as_an_empty_list(server):

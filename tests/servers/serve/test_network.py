@@ -289,7 +289,7 @@ def test_a_guard_accepts_its_own_host_names_only():
     for host in ("[::1]:80", "[::1]", "kv.test", "localhost:9", "[fd00::1]:3", "10.0.0.1:5"):
         assert guard.foreign_text([host], [], "::ffff:10.0.0.1" if host[0] == "1" else "::1") is None, host
     assert guard.foreign_text([], [], "10.0.0.1") is None
-    text = "Host 'a' is none of 10.0.0.1, ::, fd00::1, kv.test, localhost; allow more by --allowed-host NAME (network['allowed_hosts'] of KvServer)"  # noqa: E501
+    text = "Host 'a' is not one of 10.0.0.1, ::, fd00::1, kv.test, localhost; allow more by --allowed-host NAME (network['allowed_hosts'] of KvServer)"  # noqa: E501
     assert guard.foreign_text(["localhost", "a"], [], "10.0.0.1") == text
     assert guard.foreign_text(["localhost"], [""], "10.0.0.1").startswith("Origin '' is of a page in a browser")
 

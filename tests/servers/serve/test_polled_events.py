@@ -154,7 +154,7 @@ def test_events_of_all_ranks_are_polled_at_the_first_rank_with_their_numbers(ser
 def test_wire_faults_are_refused_for_polled_events(served):
     server = served()
     with pytest.raises(
-        ValueError, match=r"^fault 'lose' is of events that are sent over ZMQ; this engine's are polled$"
+        ValueError, match=r"^fault 'lose' is for events that are sent over ZMQ; this engine's are polled$"
     ):
         server.fault(0, "lose")
     assert [] == server.inside.faults_left == server.replays

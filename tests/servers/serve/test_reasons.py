@@ -87,7 +87,7 @@ def test_a_batch_that_left_the_replay_buffer_is_reported(server, subscriber):
     text = server.text(4)
     server.fault(0, "gap_beyond_buffer")
     complete(server.url(0), text)
-    assert why(server, text, 0) == "(no batch that a replay has stored them)"
+    assert why(server, text, 0) == "(no batch that a replay still has stored them)"
 
 
 def test_blocks_stored_later_are_reported_with_their_own_batch(server, subscriber):

@@ -166,7 +166,7 @@ def test_an_impossible_load_fault_is_refused_in_one_line(asked, given, text):
 
 def test_a_worker_without_a_load_stream_refuses_stream_faults():
     with serving(dialect="vllm-0.33") as harness, KvServer(harness) as server:
-        with pytest.raises(ValueError, match="fault 'lose' is of a load stream, and worker 0 has none: see ports"):
+        with pytest.raises(ValueError, match="fault 'lose' is for a load stream, and worker 0 has none: see ports"):
             server.load_fault(0, "lose")
         server.load_fault(0, "fail_polls")
         assert [call(server.url(0), "/load")[0] for _ in range(2)] == [503, 200]

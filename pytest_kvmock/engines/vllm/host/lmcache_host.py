@@ -83,8 +83,8 @@ class LmcacheHost(StoreHost):
         size = self._chunk = server.chunk_tokens
         if size % manager.block_size:
             raise ValueError(
-                f"stores: a chunk of {size} tokens is no whole number of blocks of {manager.block_size}, and LMCache "
-                "takes no such engine"
+                f"stores: a chunk of {size} tokens is not a whole number of blocks of {manager.block_size}, and "
+                "LMCache refuses such an engine"
             )
         self.blocks_per_chunk = size // manager.block_size
         self._server = server

@@ -210,8 +210,7 @@ class NativeHostTime(HostTime):
             self._warned = True
             warnings.warn(
                 f"tiers: a step offered {unmet[0]} chunks, and the host has room for {unmet[1]}: "
-                "of a step "
-                "with more chunks than that nothing will ever be stored",
+                "a step with more chunks than that is never stored",
                 stacklevel=2,
             )
 
@@ -327,7 +326,7 @@ class NativeHostTime(HostTime):
                 return 0
             if not isinstance(outcome, str):
                 break
-            self._wait_for(state, wait, "what it begins with is being copied, or the blocks that it needs are")
+            self._wait_for(state, wait, "its leading blocks are being copied, or the blocks that it needs are")
         local = self.local[state]
         self.step()
         while outcome in self._loading:
@@ -349,7 +348,7 @@ class NativeHostTime(HostTime):
             before = state.num_computed_tokens
             reached = self._driver.allocate(state, upto)
             if reached < upto and state.num_computed_tokens == before:
-                self._wait_for(state, wait, "blocks of the device are being loaded into for others")
+                self._wait_for(state, wait, "blocks of the device are being filled by loads for other requests")
             else:
                 self.step()
 
