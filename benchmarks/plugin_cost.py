@@ -120,9 +120,8 @@ def used(tests=500):
     """
     chain = "".join(f"@pytest.fixture\ndef f{n}(f{n - 1}): return {n}\n" for n in range(1, 10))
     each = "".join(
-        f"def test_empty_{n}(): pass\n"
-        f"def test_chain_{n}(f9): pass\n"
-        f"@pytest.mark.kv_backends('lineage')\ndef test_kv_{n}(kv_manager, kv_events): pass\n"
+        f"def test_empty_{n}(): pass\ndef test_chain_{n}(f9): pass\n@pytest.mark.kv_backends('lineage')\ndef "
+        f"test_kv_{n}(kv_manager, kv_events): pass\n"
         for n in range(tests)
     )
     with tempfile.TemporaryDirectory() as directory:

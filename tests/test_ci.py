@@ -78,12 +78,8 @@ def test_steps_are_summed_up_with_their_seconds(tmp_path):
     script = f"source '{ROOT}/.ci/run'; rm -r \"$work\"; work='{tmp_path}'; summary || echo bad; work=; trap - EXIT"
     done = subprocess.run(["bash", "-c", script], check=True, capture_output=True, text=True)
     assert done.stdout == (
-        "\n     s  passed  step\n"
-        "    40       5  tests of a room\n"
-        "     3      12  lint, types\n"
-        "FAILED: tests of a room\n"
-        "17 passed, 2 failed\n"
-        "bad\n"
+        "\n     s  passed  step\n    40       5  tests of a room\n     3      12  lint, types\nFAILED: tests of a "
+        "room\n17 passed, 2 failed\nbad\n"
     )
 
 

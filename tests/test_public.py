@@ -35,12 +35,8 @@ def test_importing_the_package_loads_none_of_its_modules():
 
 def test_everything_but_the_plugin_works_without_pytest():
     code = (
-        "import sys; sys.modules['pytest'] = None\n"
-        "import pytest_kvmock as k\n"
-        "with k.RouterHarness() as kv:\n"
-        "    prompt = kv.prompt()\n"
-        "    kv.worker(0).serve(prompt)\n"
-        "    print(kv.overlap(prompt))\n"
+        "import sys; sys.modules['pytest'] = None\nimport pytest_kvmock as k\nwith k.RouterHarness() as kv:\n    "
+        "prompt = kv.prompt()\n    kv.worker(0).serve(prompt)\n    print(kv.overlap(prompt))\n"
     )
     result = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     assert result.stdout == "{0: 4}\n"

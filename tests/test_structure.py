@@ -395,8 +395,7 @@ def test_a_storey_keeps_its_budget(storey):
     lines = sum(code_lines(path) for path in MODULES.values() if storey_of(path) == storey)
     assert budget - BUDGET_SLACK <= lines <= budget, (
         f"{storey}: {lines} lines of code, and a budget of {budget}: who needs more raises it here, and says in the "
-        "message of the "
-        "commit what fell instead; who needs less lowers it"
+        "message of the commit what fell instead; who needs less lowers it"
     )
 
 
@@ -462,8 +461,7 @@ def test_the_counts_of_public_names_do_not_grow(what):
     count, most = COUNTS[what]
     assert most == count(), (
         f"{what}: there are {count()}, and {most} were agreed on: a new one takes another one away, or raises the "
-        "number in the same "
-        "commit, which says why; who takes one away lowers it"
+        "number in the same commit, which says why; who takes one away lowers it"
     )
 
 

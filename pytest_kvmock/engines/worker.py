@@ -324,8 +324,7 @@ def _runs(steps: Sequence[int], accepted: tuple[int, ...], drafts: int) -> list[
     if sum(accepted) + len(accepted) != len(steps):
         raise ValueError(
             f"decode: {len(accepted)} steps that accept {sum(accepted)} drafts generate "
-            f"{sum(accepted) + len(accepted)} tokens, "
-            f"got tokens for {len(steps)}"
+            f"{sum(accepted) + len(accepted)} tokens, got tokens for {len(steps)}"
         )
     runs, at = [], 0
     for count in accepted:

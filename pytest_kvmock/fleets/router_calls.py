@@ -103,8 +103,7 @@ def believing(router: object) -> dict[str, Any]:
         except TypeError:
             raise TypeError(
                 f"{type(router).__name__}.{name}() says what the router believes and is asked as "
-                f"{name}({', '.join(arguments)}); "
-                f"got {name}{taken}. A method for something else needs another name"
+                f"{name}({', '.join(arguments)}); got {name}{taken}. A method for something else needs another name"
             ) from None
         found[name] = method
     return found

@@ -66,6 +66,5 @@ class ByHand:
 def _refuse(event: object) -> NoReturn:
     raise TypeError(
         "apply takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, one or more, with "
-        f"{HASHES}, "
-        f"got {event!r:.80} ({type(event).__name__})"
+        f"{HASHES}, got {event!r:.80} ({type(event).__name__})"
     )

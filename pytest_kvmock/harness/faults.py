@@ -222,8 +222,7 @@ class Faults:
         if keys and all(key in engines and _is_signed(engines[key]) for key in keys):
             raise ValueError(
                 f"kv_harness.faults.signed: backend {engines[keys[0]].backend!r} publishes signed hashes already, so "
-                "that the fault "
-                "would change nothing"
+                "that the fault would change nothing"
             )
         fault = self._script("signed", changes.signed, n, kind=kind, worker=worker, of_index_input=True)
         self._judge.index_input_filter = self._injector.filter_index_input

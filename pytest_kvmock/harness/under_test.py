@@ -192,14 +192,12 @@ class IndexMethod:
         if of_events:
             raise ValueError(
                 f"the index under test takes tokens ({self.name}), and a Stored of these blocks had no token_ids for "
-                "each: "
-                f"give them with the event, {_WITH_TOKENS}, or {instead}"
+                f"each: give them with the event, {_WITH_TOKENS}, or {instead}"
             )
         raise ValueError(
             f"the index under test takes tokens ({self.name}), and this prompt has only hashes; give a prompt of "
-            "tokens "
-            "(of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or --kv-trace-tokens), "
-            f"or {instead}"
+            "tokens (of a trace: request.prompt(tokens=True), @pytest.mark.kvmock(trace_tokens=True) or "
+            f"--kv-trace-tokens), or {instead}"
         )
 
 

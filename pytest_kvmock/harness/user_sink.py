@@ -157,8 +157,7 @@ class KvSink:
             if not is_event(addressed):
                 raise TypeError(
                     "a kv_sink takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or RouterEvent, with "
-                    f"{HASHES}, "
-                    f"got {event!r:.80} ({type(event).__name__})"
+                    f"{HASHES}, got {event!r:.80} ({type(event).__name__})"
                 )
             self.events.append(event)
             if not isinstance(event.data, Cleared):  # a Cleared has no tier

@@ -56,9 +56,8 @@ def check_worker_key(key: object) -> tuple[int, int | None]:
     worker_id, dp_rank = key if isinstance(key, tuple) and len(key) == 2 else (key, None)
     if not is_integer(worker_id, 0) or worker_id > MOST_WORKER_ID or not (dp_rank is None or is_integer(dp_rank, 0)):
         raise ValueError(
-            f"remove_worker takes a worker id (an integer from 0 to {MOST_WORKER_ID}), or (worker id, dp_rank) for "
-            "one rank, "
-            f"got {key!r:.80}"
+            f"remove_worker takes a worker id (an integer from 0 to {MOST_WORKER_ID}), or (worker id, dp_rank) for one "
+            f"rank, got {key!r:.80}"
         )
     return worker_id, dp_rank
 

@@ -371,17 +371,15 @@ OPTIONS: Final = (
         "capture",
         str,
         "write the events of each test into this directory, a file a test, to be checked again or elsewhere; files of "
-        "earlier "
-        "runs stay",
+        "earlier runs stay",
         flag="--kv-capture",
         metavar="DIR",
     ),
     Option(
         "html",
         str,
-        "write a page of each failing test into this directory, to be opened in a browser: its events, what ledger "
-        "and index held "
-        "after each, its fleet, and the smallest reproduction",
+        "write a page of each failing test into this directory, to be opened in a browser: its events, what ledger and "
+        "index held after each, its fleet, and the smallest reproduction",
         flag="--kv-html",
         metavar="DIR",
     ),

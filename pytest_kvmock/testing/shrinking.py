@@ -84,9 +84,8 @@ class _Shrinking:
             self.test = None  # a rerun of the test shrinks again
             raise ShrinkingStopped(
                 f"shrinking stopped after {counted:,} events and {seconds:.0f} s (play: most_shrink_events={most:,}, "
-                f"and at most {MOST_SECONDS:.0f} s); "
-                f"the smallest program that failed has {len(program)} steps:\n{program!r}\n"
-                f"{type(failure).__name__}: {failure}"
+                f"and at most {MOST_SECONDS:.0f} s); the smallest program that failed has {len(program)} "
+                f"steps:\n{program!r}\n{type(failure).__name__}: {failure}"
             ) from failure
 
 

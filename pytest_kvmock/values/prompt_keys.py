@@ -212,8 +212,7 @@ class PromptKeys:
             if offset + length > num_tokens:
                 raise ValueError(
                     f"multimodal item {identifier!r:.80} has tokens {offset} to {offset + length - 1}, and the prompt "
-                    "has "
-                    f"{num_tokens} tokens"
+                    f"has {num_tokens} tokens"
                 )
 
     def block_keys(self, position: int, block_size: int, lookahead: int = 0) -> tuple[Any, ...] | None:

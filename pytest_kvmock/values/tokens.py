@@ -500,8 +500,7 @@ class Prompt:
             raise ValueError(
                 f"a prompt of {len(self._given)} block hashes and num_tokens={self.num_tokens} does not fit "
                 f"block_size={block_size}: expected {whole} to {whole + block_size - 1} tokens. The engine's block "
-                "size "
-                "must be the one that the hashes were made with (512 in Mooncake traces): of a test, "
+                "size must be the one that the hashes were made with (512 in Mooncake traces): of a test, "
                 "@pytest.mark.kvmock(block_size=512, num_blocks=...)"
             )
         return self.num_tokens

@@ -39,13 +39,10 @@ def test_every_form_of_tiers_is_read(given, tiers):
             {"hots": 1},
             (
                 "unknown key of tiers 'hots'; did you mean 'host'? known: host, g2, gbps, bytes_per_token, batch, "
-                "chunk, policy, "
-                "self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, "
-                "async_scheduling, files, file_events, file_locality, file_gbps, connector, lazy, disk, "
-                "write_policy, storage, "
-                "prefetch_policy, prefetch_threshold, prefetch_timeout_base, prefetch_timeout_per_ki_token, "
-                "retry_interval, retry_attempts, "
-                "storage_batch"
+                "chunk, policy, self_describing, prompt_only, store_threshold, max_load_tokens, max_offload_tokens, "
+                "async_scheduling, files, file_events, file_locality, file_gbps, connector, lazy, disk, write_policy, "
+                "storage, prefetch_policy, prefetch_threshold, prefetch_timeout_base, prefetch_timeout_per_ki_token, "
+                "retry_interval, retry_attempts, storage_batch"
             ),
         ),
         ({"host": 0}, "tiers: host must be an integer of at least 1 (blocks), got 0"),
@@ -85,8 +82,7 @@ def test_every_form_of_tiers_is_read(given, tiers):
             {"host": 8, "batch": 3},
             (
                 "tiers: batch must be at most 2 for a host of 8 blocks, got 3: batch squared blocks may be on their "
-                "way, "
-                "and a batch that the host cannot hold whole is lost"
+                "way, and a batch that the host cannot hold whole is lost"
             ),
         ),
     ],

@@ -478,8 +478,7 @@ def test_a_belief_method_with_another_signature_is_refused():
 
     text = (
         "Other.overlap() says what the router believes and is asked as overlap(request); got overlap(request, "
-        "candidate). "
-        "A method for something else needs another name"
+        "candidate). A method for something else needs another name"
     )
     with pytest.raises(TypeError, match=re.escape(text)):
         Fleet([MockEngine(ARGS)], Other())

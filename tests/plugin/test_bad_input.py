@@ -204,8 +204,7 @@ MARKERS = [
         "kvmock(tiers={'host': 64, 'batch': 9})",
         (
             "tiers: batch must be at most 8 for a host of 64 blocks, got 9: batch squared blocks may be on their way, "
-            "and "
-            "*"
+            "and *"
         ),
     ),
     (

@@ -99,8 +99,7 @@ def test_rows_that_disagree_about_their_block_size_are_both_named(nested):
             "@pytest.mark.kvmock(engine={'max_model_len': 64})\ndef test(kv_fleet): pass",
             (
                 "kvmock: kv_fleet: max_model_len=64 is an argument of 1.6.1; this engine follows 1.2.1 "
-                "(semantics='1.6.1' "
-                "has it)"
+                "(semantics='1.6.1' has it)"
             ),
         ),
         (

@@ -140,8 +140,7 @@ def test_an_unknown_profile_is_refused_in_one_line_with_the_known_ones(run):
         [
             (
                 "test_it.py::test: kvmock(profile='smal'): *'smal'; did you mean 'small'? known: small "
-                "(profiles.yaml), "
-                "small-fleet (profiles.yaml)"
+                "(profiles.yaml), small-fleet (profiles.yaml)"
             )
         ]
     )

@@ -100,16 +100,14 @@ CASES = [
         subject(ManagerContract, make_manager=lambda self, num_blocks, block_size, sink: []),
         (
             "make_manager gave [] (list), which is not a KvManager: it has no backend, num_blocks, block_size, "
-            "dp_rank, sink, "
-            "process and 13 more"
+            "dp_rank, sink, process and 13 more"
         ),
     ),
     (
         subject(WorkerContract, backend=BackendSpec("nothing", "nobody", lambda **sizes: None)),
         (
             "backend 'nothing' gave None (NoneType), which is not a KvManager: it has no backend, num_blocks, "
-            "block_size, "
-            "dp_rank, sink, process and 14 more"
+            "block_size, dp_rank, sink, process and 14 more"
         ),
     ),
     (subject(IndexContract), "define make_index(self) or make_index(self, block_size), which makes a new index"),
@@ -125,8 +123,7 @@ CASES = [
         subject(IndexContract, make_index=lambda self: RadixIndex(), block_size=3),
         (
             "block_size = 3 is not for backend 'lineage': block_size must be a power of two from 2 to 1024 (tokens a "
-            "block), got 3; blocks "
-            "of 4 are for all backends of the contract"
+            "block), got 3; blocks of 4 are for all backends of the contract"
         ),
     ),
     (
@@ -173,8 +170,7 @@ CASES = [
         subject(IndexContract, make_index=lambda self, block_size: RadixIndex),
         (
             "make_index gave <class 'pytest_kvmock.oracle.index.index.RadixIndex'>: the index under test is a class, "
-            "RadixIndex; "
-            "it must be an object, RadixIndex()"
+            "RadixIndex; it must be an object, RadixIndex()"
         ),
     ),
 ]
@@ -255,8 +251,7 @@ def test_a_failure_in_live_traffic_names_backend_seed_and_program():
     told = failed_in_live_traffic(contract)[1]
     assert told.startswith(
         "in traffic over vllm, seed 0; play(RouterHarness(EngineProfile(block_size=4, num_blocks=8, workers=2, "
-        "dp_size=2), "
-        "'vllm', index, sync='every'), program) shows it, where\nprogram = Program(\n    Prefill("
+        "dp_size=2), 'vllm', index, sync='every'), program) shows it, where\nprogram = Program(\n    Prefill("
     )
     program = eval(told.partition("program = ")[2], {name: getattr(testing, name) for name in testing.__all__})
     kv = RouterHarness(
@@ -342,18 +337,15 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_reported_with_the_
             "test_offloaded_blocks_need_no_parent",
             (
                 "Plain has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers below the device "
-                "were not checked; "
-                "unjudged: whether it overlooks the host, has there what the device removes, keeps what the host "
-                "removes, or drops what "
-                "stands below a removed block"
+                "were not checked; unjudged: whether it overlooks the host, has there what the device removes, keeps "
+                "what the host removes, or drops what stands below a removed block"
             ),
         ),
         (
             "test_salts_are_told_apart",
             (
                 "match_tokens(tokens) of Plain takes no `extra`: prompts with an adapter, a salt or multimodal items "
-                "were "
-                "not checked"
+                "were not checked"
             ),
         ),
         (
@@ -384,8 +376,7 @@ def test_a_fault_in_live_traffic_that_cannot_be_reproduced_is_reported_with_the_
             "test_a_removed_rank_leaves_the_others",
             (
                 "Plain has no remove_worker_dp_rank(worker_id, dp_rank): a rank that leaves or restarts by itself was "
-                "not "
-                "checked"
+                "not checked"
             ),
         ),
         (
@@ -454,9 +445,8 @@ def test_an_undeclared_bound_is_reported_with_the_number_of_blocks_found():
     contract = subject(IndexContract, make_index=lambda self: Stops())
     assert failure_of(contract, "test_it_holds_what_a_fleet_has") == (
         "AssertionError: with 100,000 blocks (size_blocks) over 64 workers of 8 ranks, a look-up of 21 blocks finds 0 "
-        "of worker "
-        "62 rank 4; expected 2: block 1 of it is the first that is lacking, of which nothing was removed. "
-        "An index that forgets on purpose declares how much it keeps at least: bounded"
+        "of worker 62 rank 4; expected 2: block 1 of it is the first that is lacking, of which nothing was removed. An "
+        "index that forgets on purpose declares how much it keeps at least: bounded"
     )
 
 
@@ -468,8 +458,7 @@ def test_an_index_that_finds_too_much_gets_no_advice_on_bounds():
     contract = subject(IndexContract, make_index=lambda self: OneRank(), size_blocks=1000)
     assert failure_of(contract, "test_it_holds_what_a_fleet_has") == (
         "AssertionError: with 1,000 blocks (size_blocks) over 64 workers of 8 ranks, a look-up of 3 blocks finds 3 of "
-        "worker 0; "
-        "expected 2"
+        "worker 0; expected 2"
     )
 
 
@@ -608,12 +597,10 @@ def test_backends_without_a_common_block_size_are_refused():
 
 
 NOT_JUDGED = (
-    "kvmock: test_mine.py::TestMine: not judged: copies of a block (vllm in backends), cache groups (a hybrid model "
-    "in backends, or reads_groups = "
-    "True), partial blocks (trtllm in backends), tiers below the device (find_tiered(local_hashes) or "
-    "match_tiered(tokens, extra)), whether it "
-    "grows (size()), workers that go (remove_worker(worker_id)), a rank that goes (remove_worker_dp_rank(worker_id, "
-    "dp_rank)), calls from threads "
+    "kvmock: test_mine.py::TestMine: not judged: copies of a block (vllm in backends), cache groups (a hybrid model in "
+    "backends, or reads_groups = True), partial blocks (trtllm in backends), tiers below the device "
+    "(find_tiered(local_hashes) or match_tiered(tokens, extra)), whether it grows (size()), workers that go "
+    "(remove_worker(worker_id)), a rank that goes (remove_worker_dp_rank(worker_id, dp_rank)), calls from threads "
     "(threads = True), an event twice, an unannounced restart (survives), an index that forgets (bounded, "
     "bounded_at_most)"
 )

@@ -57,7 +57,6 @@ def test_a_wrong_declaration_is_reported_at_collection(pytester):
     assert [each for each in result.outlines if each.startswith("TestMine")] == [
         (
             "TestMine: keeps = 'recently_used' is for an index that forgets: set bounded, too, the blocks that it "
-            "keeps "
-            "at least"
+            "keeps at least"
         )
     ]

@@ -33,9 +33,8 @@ def of_command(*command, **traits):
         (
             of_command(sys.executable, "-c", f"{SAYS}; sys.exit(3)", timeout_s=20),
             (
-                "OfCommand: it is not ready: the process has exited with 3; its standard error ends with: a first "
-                "line | "
-                "no such worker"
+                "OfCommand: it is not ready: the process has exited with 3; its standard error ends with: a first line "
+                "| no such worker"
             ),
         ),
         (

@@ -142,13 +142,8 @@ def test_traffic_shrinks_to_the_shortest_program():
 def test_a_program_is_printed_one_step_per_line_without_default_values():
     program = Program(Prefill("r0", (0, 1), tail=1), Decode("r0", 3, of=2), Finish("r0"), Clear(worker=1), Clear())
     assert repr(program) == (
-        "Program(\n"
-        "    Prefill('r0', blocks=(0, 1), tail=1),\n"
-        "    Decode('r0', tokens=3, of=2),\n"
-        "    Finish('r0'),\n"
-        "    Clear(worker=1),\n"
-        "    Clear(),\n"
-        ")"
+        "Program(\n    Prefill('r0', blocks=(0, 1), tail=1),\n    Decode('r0', tokens=3, of=2),\n    "
+        "Finish('r0'),\n    Clear(worker=1),\n    Clear(),\n)"
     )
     assert repr(Program()) == "Program()"
 

@@ -202,8 +202,7 @@ WRONG = {
         SOME_HOLD,
         (
             "worker 1 has 3.00 times the mean of requests to workers that hold it, must be at most 1.8 times (1: 200, "
-            "2: "
-            "0, 3: 0)"
+            "2: 0, 3: 0)"
         ),
     ),
     "the first unless all tie": (FirstUnlessAllTie, SOME_HOLD, "worker 0 has 4.00 " + ONE_HAS_ALL),
@@ -259,8 +258,7 @@ def test_workers_that_tie_must_share():
     text = failure_of(wrong, TIES)
     assert (
         "requests of one prefix, which workers 1 to 3 hold and worker 0 does not, one by one: worker 1 had 200 of the "
-        "picks in which it tied "
-        "with others for the least cost by DynamoRouter, and its due was 66.7;" in text
+        "picks in which it tied with others for the least cost by DynamoRouter, and its due was 66.7;" in text
     )
     first = contract(lambda: TakesTheFirst(range(4)), selector=DynamoRouter("1.2.1"), first_of_equals=True)
     assert skip_of(first, TIES).startswith("OfX.first_of_equals is True: requests of one prefix, which workers 1 to 3")

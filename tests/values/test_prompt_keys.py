@@ -114,8 +114,7 @@ def test_the_continuation_of_a_prompt_has_the_same_keys():
         (
             {"multimodal": [("dog", 2, 2), ("cat", 0, 3)]},
             (
-                "multimodal items must not overlap, and must be in order; 'cat' has tokens 0 to 2, and 'dog' "
-                "has "
+                "multimodal items must not overlap, and must be in order; 'cat' has tokens 0 to 2, and 'dog' has "
                 "tokens 2 to 3$"
             ),
         ),

@@ -274,8 +274,7 @@ REFUSED = [
         {"form": "mapp"},
         (
             "dialect 'mine': form must be 'array' or 'map' or 'json' or 'router_json' or 'trtllm_json', got 'mapp'; "
-            "did "
-            "you mean 'map'?"
+            "did you mean 'map'?"
         ),
     ),
     (

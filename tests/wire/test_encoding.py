@@ -125,9 +125,8 @@ def test_look_ahead_tokens_are_refused_by_dialects_without_that_field(name):
     with pytest.raises(EncodeError) as refused:
         wire.publish(stored(extra=extra))
     assert str(refused.value) == (
-        f"event 0 of the batch: dialect {name!r} has no lookahead_token_ids, and the names of these blocks look "
-        "ahead: vllm-0.33 "
-        "has it, and an engine with Speculative(..., plain_hashes=True) needs none"
+        f"event 0 of the batch: dialect {name!r} has no lookahead_token_ids, and the names of these blocks look ahead: "
+        "vllm-0.33 has it, and an engine with Speculative(..., plain_hashes=True) needs none"
     )
     assert wire.payloads == []
     wire.publish(stored(extra={**extra, "lookahead_token_ids": None}))

@@ -521,9 +521,8 @@ def test_a_replay_request_in_little_endian_is_explained(publisher):
     publish_chain(publisher, 3)
     replayed(publisher.replay_endpoint, int.from_bytes((2).to_bytes(8, "little"), "big"))
     assert why(publisher)[-1] == (
-        "rank 0 was asked for batches from 144115188075855872 on, and sent 0: that is 2 in little-endian, and a "
-        "number has "
-        "its high byte first"
+        "rank 0 was asked for batches from 144115188075855872 on, and sent 0: that is 2 in little-endian, and a number "
+        "has its high byte first"
     )
 
 
@@ -908,10 +907,8 @@ def test_closing_a_publisher_while_a_task_waits_ends_the_wait(publisher):
 
 def test_without_pyzmq_a_one_line_error_says_how_to_install_it():
     code = (
-        "import sys; sys.modules['zmq'] = None\n"
-        "from pytest_kvmock.wire.sockets import KvPublisher\n"
-        "try: KvPublisher('vllm-0.24')\n"
-        "except ImportError as error: print(error)"
+        "import sys; sys.modules['zmq'] = None\nfrom pytest_kvmock.wire.sockets import KvPublisher\ntry: "
+        "KvPublisher('vllm-0.24')\nexcept ImportError as error: print(error)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     line = "sockets of KV events need pyzmq: pip install '/path/to/pytest-kvmock[zmq]', with the path of your checkout"

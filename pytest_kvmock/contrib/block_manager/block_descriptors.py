@@ -72,8 +72,7 @@ class BlockDescriptorList:
         if len(self.block_indices) != len(self.generations):
             raise ValueError(
                 f"BlockDescriptorList: {len(self.block_indices)} block_indices and {len(self.generations)} "
-                "generations; "
-                "each block has one"
+                "generations; each block has one"
             )
 
     def __len__(self) -> int:

@@ -226,6 +226,5 @@ def check_not_cancelled(config: KvBlockManagerConfig) -> None:
     if config.runtime.cancellation_token.is_cancelled():
         raise ValueError(
             f"KvBlockManager: the cancellation token of the configuration of worker {config.runtime.worker_id} is "
-            "cancelled "
-            "already, so the manager would be closed; take a configuration with a new CancellationToken()"
+            "cancelled already, so the manager would be closed; take a configuration with a new CancellationToken()"
         )

@@ -148,10 +148,8 @@ class BlockManagers:
         if config.model.page_size != harness.profile.block_size:
             raise ValueError(
                 f"make_kv_block_manager: page_size is {config.model.page_size}, and events are judged with the block "
-                "size "
-                f"{harness.profile.block_size} of the test: set "
-                f"@pytest.mark.kvmock(block_size={config.model.page_size}), "
-                "or sink=False"
+                f"size {harness.profile.block_size} of the test: set "
+                f"@pytest.mark.kvmock(block_size={config.model.page_size}), or sink=False"
             )
         check_not_cancelled(config)
         if keeps_id:

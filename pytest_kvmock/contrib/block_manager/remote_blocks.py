@@ -148,8 +148,7 @@ def get_remote_blocks(agent: NixlAgent, descriptors: BlockDescriptorList, kind: 
         if index >= layout.num_blocks:
             raise RemoteBlockSetError(
                 f"block index out of bounds: {index} >= {layout.num_blocks}, in set {descriptors.block_set_idx} of "
-                "worker "
-                f"{descriptors.worker_id}"
+                f"worker {descriptors.worker_id}"
             )
     return [
         kind(agent, layout, descriptors, index, generation)

@@ -124,8 +124,7 @@ class TransferRequest:
                     raise MismatchedWorkerID(
                         f"Mismatched {side} worker ID: {found} != {worker_id}: {_place(block)} is "
                         f"{'asked for by' if isinstance(block, RemoteBlock) else 'of'} {other} than the one that "
-                        "carries "
-                        f"the {self.kind} out{', with the same worker ID' if found == worker_id else ''}"
+                        f"carries the {self.kind} out{', with the same worker ID' if found == worker_id else ''}"
                     )
         if is_closed:
             raise ProgressEngineShutdown(

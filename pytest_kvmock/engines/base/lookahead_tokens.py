@@ -33,8 +33,7 @@ class LookaheadTokens(HashedTokens):
         if not prompt.has_tokens:
             raise ValueError(
                 "a prompt of hashes has no tokens, and with this draft model blocks are named by the tokens after "
-                "them, too; "
-                "give tokens"
+                "them, too; give tokens"
             )
         self.lookahead = lookahead
         super().__init__(prompt, block_size, hasher, rng)

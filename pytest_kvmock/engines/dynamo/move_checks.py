@@ -272,8 +272,7 @@ def _check_collisions(last: list[int], names: Names, policy: EvictionPolicy, bac
     if refused is not None:
         raise MoveError(
             f"Deref of block {block_text(refused.name)}: hash collision. Another block has the same position and "
-            "fragment as "
-            f"its lineage hash {refused.plh:#034x}, and {backend} cannot have both inactive"
+            f"fragment as its lineage hash {refused.plh:#034x}, and {backend} cannot have both inactive"
         )
 
 

@@ -265,8 +265,7 @@ def with_scratch(groups: tuple[CacheGroup, ...], drafts: int) -> tuple[CacheGrou
     if odd is not None:
         raise ValueError(
             f"cache group {odd.kind!r}: speculative_blocks is the number of tokens of speculative, {drafts}; leave "
-            "them out; "
-            f"got {odd.speculative_blocks}"
+            f"them out; got {odd.speculative_blocks}"
         )
     return tuple(replace(group, speculative_blocks=drafts) if group.kind == STATE else group for group in groups)
 

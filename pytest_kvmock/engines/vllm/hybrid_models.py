@@ -70,9 +70,8 @@ class HybridModel:
         base, real = self.base_block_size, self.real_block_size
         if block_size % base:
             raise ValueError(
-                f"block_size: the blocks of {self.name} have multiples of {base} tokens in its attention group, as "
-                "all groups "
-                f"are scaled with it ({real} at the model's own sizes); got {block_size}"
+                f"block_size: the blocks of {self.name} have multiples of {base} tokens in its attention group, as all "
+                f"groups are scaled with it ({real} at the model's own sizes); got {block_size}"
             )
         return tuple(
             replace(

@@ -41,8 +41,7 @@ def make_worker(args: MockEngineArgs, spec: BackendSpec, sink: GivenSink | None,
             if not isinstance(manager, LogicalManager):
                 raise ValueError(
                     f"num_g2_blocks={args.num_g2_blocks} is the host of Dynamo's block managers, and backend "
-                    f"{spec.name!r} has "
-                    f"another; make the worker with tiers={{'host': {args.num_g2_blocks}}}"
+                    f"{spec.name!r} has another; make the worker with tiers={{'host': {args.num_g2_blocks}}}"
                 )
             manager.attach_offload(host)
         if args.worker_type != "aggregated" and hasattr(manager, "attach_connector"):  # of vLLM

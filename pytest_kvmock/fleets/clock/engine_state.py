@@ -159,8 +159,7 @@ class EngineSize(NamedTuple):
         if self.longest is not None and prompt + output > self.longest:
             raise ValueError(
                 f"{request} is too long: max_model_len of its manager is {self.longest} tokens in {engines} "
-                "(`MockEngineArgs` of "
-                "1.6.1 have a max_model_len at which output ends)"
+                "(`MockEngineArgs` of 1.6.1 have a max_model_len at which output ends)"
             )
         needed = self._needed(prompt, output)
         if needed > self.blocks:

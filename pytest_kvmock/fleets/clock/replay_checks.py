@@ -62,8 +62,7 @@ def check_engines(engines: Sequence[MockEngine], prefill: Sequence[MockEngine]) 
     if len(engines) % size or (size > 1 and prefill):
         raise ValueError(
             f"replay: in the semantics of 1.6.1 engines are the ranks of workers, dp_size={size} each, and take no "
-            "prefill "
-            f"engines next to them; got {len(engines)} engines and {len(prefill)} of prefill"
+            f"prefill engines next to them; got {len(engines)} engines and {len(prefill)} of prefill"
         )
     for field in ("block_size", "scheduler_semantics", "dp_size", "hand_over"):
         if len(values := {getattr(engine.args, field): None for engine in everyone}) > 1:

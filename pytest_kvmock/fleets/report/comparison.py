@@ -76,8 +76,7 @@ class Compared(NamedTuple):
             return ""
         return (
             f"{self.router} began with {self.held_before} blocks in its engines, {other.router} with "
-            f"{other.held_before}: what an "
-            "earlier run left there is a hit for the later one"
+            f"{other.held_before}: what an earlier run left there is a hit for the later one"
         )
 
 
@@ -106,9 +105,8 @@ class Comparison(Mapping[str, "tuple[float | None, float | None]"]):
         elif one.router == other.router and one.picks != other.picks:
             self.notes.append(
                 f"the same trace and {one.router} twice, but different picks: unless its options or the fleet's "
-                "differ, its random draws are seeded differently, or it keeps what it learnt (ties alone are "
-                "worth some 5 % of "
-                "latencies)"
+                "differ, its random draws are seeded differently, or it keeps what it learnt (ties alone are worth "
+                "some 5 % of latencies)"
             )
         if start := one.other_start(other):
             self.notes.append(start)

@@ -87,8 +87,7 @@ class Regret:
         name = type(self._selector).__name__
         text = (
             f"{len(self.picks)} of {len(self._recorder)} picks ({self.share:.2%}) were not among the cheapest by "
-            f"{name} "
-            f"on true loads and true caches; {self.mean:.3g} blocks a pick"
+            f"{name} on true loads and true caches; {self.mean:.3g} blocks a pick"
         )
         if self.worst is None:
             return text
@@ -200,8 +199,7 @@ def stale_note(what: str, every_ms: float | None) -> str:
         return ""
     return (
         f"\nnote: the router was shown the loads of the engines, up to {every_ms:g} ms old, and {what} by the true "
-        "ones of the "
-        "load book: a right router has some too"
+        "ones of the load book: a right router has some too"
     )
 
 

@@ -280,8 +280,7 @@ class Report:
         pick = self.run.picks[at]
         text = (
             f"pick {at} at {pick.ms:g} ms: request {pick.number} went to worker {pick.worker!r}, which held "
-            f"{pick.held} "
-            f"blocks of it; the best held {pick.best_held}"
+            f"{pick.held} blocks of it; the best held {pick.best_held}"
         )
         if self.run.recorder is None:
             return f"{text} (a fleet with record=True shows all candidates)"

@@ -48,9 +48,8 @@ def report_text(report: Any, about: str) -> str:
     if report.router:
         parts.append(
             f"ideal hit ratio {text['ideal_hit_ratio']} ({text['of_ideal']} of it); greatest worker over mean: "
-            f"requests {text['balance_requests']}, "
-            f"prompt tokens computed {text['balance_prompt_tokens']}, open requests at picks "
-            f"{text['balance_open_requests']}"
+            f"requests {text['balance_requests']}, prompt tokens computed {text['balance_prompt_tokens']}, open "
+            f"requests at picks {text['balance_open_requests']}"
         )
     if lacking := report.lacking() if report.router else {}:
         shown = ", ".join(f"{caches} lacked {blocks}" for caches, blocks in lacking.items())

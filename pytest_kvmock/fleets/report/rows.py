@@ -154,8 +154,7 @@ class RequestRow(NamedTuple):
             times = f"first token after {request.ttft_ms:.4g} ms ({waits}), the last after {request.e2e_ms:.4g} ms"
         return (
             f"request {self.number} of {request.prompt_tokens} + {request.generated_tokens} tokens on worker "
-            f"{self.worker!r}, "
-            f"{request.status}: {times}; {request.first_reused_tokens} tokens were cached"
+            f"{self.worker!r}, {request.status}: {times}; {request.first_reused_tokens} tokens were cached"
         )
 
 

@@ -599,8 +599,7 @@ class Face:
         elif count + output > most:
             raise BadRequest(
                 f"Requested token count exceeds the model's maximum context length of {most} tokens. You requested a "
-                "total "
-                f"of {count + output} tokens: {count} tokens from the input messages and {output} tokens for the "
+                f"total of {count + output} tokens: {count} tokens from the input messages and {output} tokens for the "
                 "completion."
             )
 

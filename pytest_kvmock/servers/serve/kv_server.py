@@ -164,8 +164,7 @@ class KvServer(Controls, RouterChecks):
         if release is None or (self.dialect.replay is None and not release.is_polled):
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} has no engine that serves HTTP; those of vLLM, SGLang and "
-                "TensorRT-LLM "
-                "have"
+                "TensorRT-LLM have"
             )
         if roles is not None and stores is not None:
             raise ValueError("KvServer: a store below engines of P/D pairs was not recorded; give roles or stores")
@@ -241,8 +240,7 @@ class KvServer(Controls, RouterChecks):
             less = " without one page" if release.is_sglang else ""
             raise ValueError(
                 f"KvServer: max_model_len must be at most {room}, what {profile.num_blocks} blocks of "
-                f"{profile.block_size} tokens "
-                f"hold{less}, got {max_model_len}"
+                f"{profile.block_size} tokens hold{less}, got {max_model_len}"
             )
         self._described = Model(
             model,
@@ -370,8 +368,7 @@ class KvServer(Controls, RouterChecks):
         if engine.args.engine_type != wanted:
             raise ValueError(
                 f"KvServer: dialect {self.dialect.name!r} is spoken by engines of type {wanted!r}, worker {worker} is "
-                "one of "
-                f"type {engine.args.engine_type!r} over {engine.worker.backend!r}"
+                f"one of type {engine.args.engine_type!r} over {engine.worker.backend!r}"
             )
         if engine.worker.traits.publishes_groups and not self._described.release.is_trtllm:
             check_groups(self.dialect)
@@ -594,8 +591,7 @@ class KvServer(Controls, RouterChecks):
         if differ or ids != list(self.inside.ports):
             raise ValueError(
                 f"KvServer.use: workers {list(self.inside.ports)} and {', '.join(fields)} must be those of before, got "
-                f"workers {ids} and "
-                f"{', '.join(f'{name}={getattr(harness.profile, name)}' for name in fields)}"
+                f"workers {ids} and {', '.join(f'{name}={getattr(harness.profile, name)}' for name in fields)}"
             )
         engines = {
             (worker, rank): self._engine(worker, rank, harness)

@@ -86,8 +86,7 @@ def check_descriptors(workers: int, ranks: int, ports: int) -> None:
         reason = (error.strerror or str(error)).lower()
         raise EndpointError(
             f"KvServer: {needed} descriptors are needed, {len(opened)} can be opened ({reason}): fewer workers or "
-            "ranks, or a higher "
-            "limit (ulimit -n)"
+            "ranks, or a higher limit (ulimit -n)"
         ) from None
     finally:
         for each in opened:

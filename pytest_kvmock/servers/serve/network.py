@@ -63,8 +63,7 @@ class Network:
         if bound is None:
             raise ValueError(
                 f"KvServer: host must be an address of this machine ({LOOPBACK} or 'localhost', the loopback; 0.0.0.0 "
-                "for all), "
-                f"got {host!r:.80}"
+                f"for all), got {host!r:.80}"
             )
         if advertise_host is None and bound.is_unspecified:
             raise ValueError(
@@ -197,8 +196,7 @@ class Guard:
             if (name := _name_of(host)) != here and name not in self._names:
                 return (
                     f"Host {host!r:.80} is not one of {', '.join(sorted(self._names | {here}))}; allow more by "
-                    "--allowed-host NAME "
-                    "(network['allowed_hosts'] of KvServer)"
+                    "--allowed-host NAME (network['allowed_hosts'] of KvServer)"
                 )
         return None
 

@@ -402,10 +402,8 @@ def check_text_length(prompt: str, output: int, most: int) -> None:
     if len(prompt) > room:
         raise BadRequest(
             f"This model's maximum context length is {most} tokens. However, you requested {output} output tokens and "
-            "your "
-            f"prompt contains {len(prompt)} characters (more than {room} characters, which is the upper bound for "
-            f"{room} "
-            f"input tokens). {_REDUCE} (parameter=input_text, value={len(prompt)})",
+            f"your prompt contains {len(prompt)} characters (more than {room} characters, which is the upper bound for "
+            f"{room} input tokens). {_REDUCE} (parameter=input_text, value={len(prompt)})",
             "input_text",
         )
 
@@ -421,9 +419,8 @@ def check_token_length(count: int, output: int, most: int) -> None:
         least = "at least " if count == most - output + 1 else ""
         raise BadRequest(
             f"This model's maximum context length is {most} tokens. However, you requested {output} output tokens and "
-            "your "
-            f"prompt contains {least}{count} input tokens, for a total of {least}{count + output} tokens. {_REDUCE} "
-            f"(parameter=input_tokens, value={count})",
+            f"your prompt contains {least}{count} input tokens, for a total of {least}{count + output} tokens. "
+            f"{_REDUCE} (parameter=input_tokens, value={count})",
             "input_tokens",
         )
 

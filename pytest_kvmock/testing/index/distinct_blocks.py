@@ -155,8 +155,7 @@ class DistinctBlocks(OverIndex):
         if not index.index.plain.takes_extra:
             pytest.skip(
                 f"{index.index.plain.name}(tokens) of {index.index.name} takes no `extra`: prompts with an adapter, a "
-                "salt or multimodal "
-                "items were not checked"
+                "salt or multimodal items were not checked"
             )
         specs = self._specs()
         forms = dict.fromkeys(form for spec in specs if (form := self._form(spec, keys)) is not None)

@@ -35,8 +35,7 @@ class HybridStreams(OverIndex):
         if not self.reads_groups and not any(spec.traits.publishes_groups for spec in self._specs()):
             pytest.skip(
                 "backends names no engine that publishes cache groups (vLLM's hybrid models), and reads_groups is not "
-                "set: they were "
-                "not checked"
+                "set: they were not checked"
             )
         return index
 

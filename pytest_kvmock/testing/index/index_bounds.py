@@ -49,9 +49,8 @@ class Bounds(OverIndex):
             if lost > most_lost or run + 1 - lost >= runs - most_lost:
                 break
         assert lost <= most_lost, (
-            f"a chain that was looked up after each {f'{every} ' if every > 1 else ''}of "
-            f"{2 * self._most(bounded):,} other blocks was "
-            f"gone in {lost} of {run + 1} runs; keeps is 'recently_used' and bounded {bounded:,}: "
+            f"a chain that was looked up after each {f'{every} ' if every > 1 else ''}of {2 * self._most(bounded):,} "
+            f"other blocks was gone in {lost} of {run + 1} runs; keeps is 'recently_used' and bounded {bounded:,}: "
             f"expected in {most_lost} of {runs} at most"
         )
 
@@ -66,9 +65,8 @@ class Bounds(OverIndex):
         newest = others[-max(1, bounded // 2) :]
         found = sum(sum(index.ask(letter).values()) for letter in newest)
         assert found >= _FOUND * len(newest), (
-            f"of {len(others):,} blocks, stored one by one, {found:,} of the last {len(newest):,} are "
-            f"found; keeps is {self.keeps!r} and "
-            f"bounded {bounded:,}: expected {_FOUND:.0%} of these at least"
+            f"of {len(others):,} blocks, stored one by one, {found:,} of the last {len(newest):,} are found; keeps is "
+            f"{self.keeps!r} and bounded {bounded:,}: expected {_FOUND:.0%} of these at least"
         )
 
     def _most(self, bounded: int) -> int:

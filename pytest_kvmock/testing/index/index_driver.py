@@ -572,9 +572,8 @@ class IndexDriver:
             else:
                 right = agree(got, due)
             assert right, (
-                f"looked up {_chain(letters)} by tier: expected {expected.get(tier, {})} in {tier}, the index "
-                f"answered {got}\n"
-                f"{self._story()}"
+                f"looked up {_chain(letters)} by tier: expected {expected.get(tier, {})} in {tier}, the index answered "
+                f"{got}\n{self._story()}"
             )
 
     def ask(self, letters: str, *, tail: int = 0, keys: Mapping[str, Any] | None = None) -> Scores | WorkerScores:
@@ -623,21 +622,18 @@ class IndexDriver:
             )
         back = next((place for place in range(gone) if found[place]), None)
         assert back is None, (
-            f"worker {worker} stored {len(chains)} chains, one after the other, and was removed "
-            "meanwhile: when it was removed for the "
-            f"last time, apply had returned for the first {gone}, and the index has {found[back or 0]} "
-            f"blocks of number {back}; expected "
-            f"none of these: did an apply or a look-up write back what it had read before the removal?\n{self._story()}"
+            f"worker {worker} stored {len(chains)} chains, one after the other, and was removed meanwhile: when it was "
+            f"removed for the last time, apply had returned for the first {gone}, and the index has {found[back or 0]} "
+            f"blocks of number {back}; expected none of these: did an apply or a look-up write back what it had read "
+            f"before the removal?\n{self._story()}"
         )
         lost = next((place for place in range(len(chains), 0, -1) if found[place - 1] != len(chains[place - 1])), 0)
         wrong = next((place for place in range(lost) if found[place]), None)
         assert wrong is None, (
             f"worker {worker} stored {len(chains)} chains, one after the other, and was removed meanwhile: the index "
-            "has "
-            f"{found[wrong or 0]} of {len(chains[0])} blocks of number {wrong}, and {found[lost - 1]} of number "
-            f"{lost - 1}, which came "
-            f"{'later' if lost - 1 != wrong else 'then'}; expected all from some number on, whole, and none "
-            f"before\n{self._story()}"
+            f"has {found[wrong or 0]} of {len(chains[0])} blocks of number {wrong}, and {found[lost - 1]} of number "
+            f"{lost - 1}, which came {'later' if lost - 1 != wrong else 'then'}; expected all from some number on, "
+            f"whole, and none before\n{self._story()}"
         )
         return chains[lost:]
 

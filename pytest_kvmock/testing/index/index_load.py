@@ -82,19 +82,16 @@ class UnderLoad(OverIndex):
             kept.append(index.kept())
         grown, most = sizes[-1] - sizes[7], _PAIRS // 10
         assert grown <= most, (
-            f"size() is {sizes[7]:,} after {8 * _PAIRS // 10:,} blocks that were stored and removed, and "
-            f"{sizes[-1]:,} after "
-            f"{_PAIRS:,}; expected to grow by {most:,} at most"
+            f"size() is {sizes[7]:,} after {8 * _PAIRS // 10:,} blocks that were stored and removed, and {sizes[-1]:,} "
+            f"after {_PAIRS:,}; expected to grow by {most:,} at most"
         )
         # The least growth counts: an index that cleans up from time to time shrinks in between, and a table of late
         # names is full before the end.
         least = min(after - before for before, after in pairwise(kept))
         assert least < _PAIRS // 20, (
-            f"the index holds {kept[0]:,} objects after {_PAIRS // 10:,} blocks that were stored and "
-            f"removed, and {kept[-1]:,} after "
-            f"{_PAIRS:,}, of which each {_PAIRS // 10:,} left {least:,} or more; expected that what is "
-            "removed leaves none: a list or a "
-            "map of all that came, which size() does not count?"
+            f"the index holds {kept[0]:,} objects after {_PAIRS // 10:,} blocks that were stored and removed, and "
+            f"{kept[-1]:,} after {_PAIRS:,}, of which each {_PAIRS // 10:,} left {least:,} or more; expected that what "
+            "is removed leaves none: a list or a map of all that came, which size() does not count?"
         )
 
     def test_it_does_not_grow_with_events_that_repeat(self) -> None:
@@ -119,9 +116,8 @@ class UnderLoad(OverIndex):
                 sizes.append(index.size() or 0)
             what = "stored and as often removed, copies counted" if copies else "stored, and not removed"
             assert sizes[1] <= sizes[0], (
-                f"size() is {sizes[0]:,} after a chain of 4 blocks was {what}, once, and {sizes[1]:,} after "
-                f"{_REPEATS} times "
-                "more; expected no growth"
+                f"size() is {sizes[0]:,} after a chain of 4 blocks was {what}, once, and {sizes[1]:,} after {_REPEATS} "
+                "times more; expected no growth"
             )
             index.expect("abcd", {} if copies else {0: 4})
 
@@ -139,8 +135,7 @@ class UnderLoad(OverIndex):
                     sizes.append(index.size() or 0)
             assert sizes[1] - sizes[0] <= _A_ROUND, (
                 f"size() is {sizes[0]:,} after {_SETTLED} times {_A_ROUND} blocks were stored and {what} came, and "
-                f"{sizes[1]:,} "
-                f"after {_ROUNDS} times; expected to grow by {_A_ROUND} at most"
+                f"{sizes[1]:,} after {_ROUNDS} times; expected to grow by {_A_ROUND} at most"
             )
 
     def test_it_does_not_grow_with_look_ups(self) -> None:
@@ -158,8 +153,7 @@ class UnderLoad(OverIndex):
             sizes.append(index.size() or 0)
         assert sizes[-1] - sizes[0] <= _LOOK_UPS // 5, (
             f"size() is {sizes[0]:,} after {_LOOK_UPS // 5:,} look-ups, and {sizes[-1]:,} after five times that; "
-            "expected to "
-            f"grow by {_LOOK_UPS // 5:,} at most"
+            f"expected to grow by {_LOOK_UPS // 5:,} at most"
         )
 
     def test_look_ups_may_come_from_threads(self) -> None:
@@ -274,8 +268,7 @@ class UnderLoad(OverIndex):
             found = sum(sum(index.ask(letters).values()) for letters in chains)
             assert found <= most, (
                 f"look-ups find {found:,} of {stored:,} blocks that {_BUDGET_WORKERS} workers stored together; "
-                "bounded_at_most "
-                f"is {most:,}"
+                f"bounded_at_most is {most:,}"
             )
 
     def test_a_bounded_index_forgets_and_never_invents(self) -> None:

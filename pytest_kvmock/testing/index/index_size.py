@@ -74,8 +74,7 @@ class AtSize(OverIndex):
         if self.size_blocks < _LEAST_TIMED:
             pytest.skip(
                 f"{type(self).__name__}.size_blocks is below {_LEAST_TIMED:,}: how a look-up grows with the blocks "
-                "that there are "
-                "was not checked"
+                "that there are was not checked"
             )
         few, many = self.size_blocks // 100, self.size_blocks // 10
         least = float("inf")
@@ -85,10 +84,8 @@ class AtSize(OverIndex):
                 break
         assert least <= _MOST_TIMES, (
             f"a look-up of a chain of {many:,} blocks, stored one by one, among {2 * many:,}, takes {least:.0f} times "
-            "as long as one of "
-            f"{few:,}, among {2 * few:,}; expected at most {_MOST_TIMES} times for ten times the blocks: does it walk "
-            "from the root, or hash "
-            "what stands before, once more for each block?"
+            f"as long as one of {few:,}, among {2 * few:,}; expected at most {_MOST_TIMES} times for ten times the "
+            "blocks: does it walk from the root, or hash what stands before, once more for each block?"
         )
 
     def _start_of_size(self) -> IndexDriver:
@@ -137,8 +134,7 @@ class AtSize(OverIndex):
                     hint += ". An index that forgets on purpose declares how much it keeps at least: bounded"
             raise AssertionError(
                 f"with {self.size_blocks:,} blocks (size_blocks) over {_WORKERS} workers of {ranks} ranks, a look-up "
-                "of "
-                f"{len(letters):,} blocks finds {found:,} of {worker_text(whose, of)}; expected {due_here:,}{hint}"
+                f"of {len(letters):,} blocks finds {found:,} of {worker_text(whose, of)}; expected {due_here:,}{hint}"
             )
 
     def _seconds(self, blocks: int) -> float:

@@ -186,9 +186,8 @@ class OverIndex(SaysUnjudged):
         except Exception as error:
             error.add_note(self._reproduction(harness))
             error.add_note(
-                f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile_text(profile)}, "
-                f"{spec.name!r}, index, "
-                f"sync='every'), program) shows it, where\nprogram = {played!r}"
+                f"in traffic over {spec.name}, seed {seed}; play(RouterHarness({profile_text(profile)}, {spec.name!r}, "
+                f"index, sync='every'), program) shows it, where\nprogram = {played!r}"
             )
             raise
 

@@ -99,8 +99,7 @@ class TiersBelow(OverIndex):
         if index.index.tiered is None:
             pytest.skip(
                 f"{index.index.name} has neither find_tiered(local_hashes) nor match_tiered(tokens, extra): tiers "
-                "below the device "
-                f"were not checked; {_UNJUDGED}"
+                f"below the device were not checked; {_UNJUDGED}"
             )
         return index
 

@@ -90,8 +90,7 @@ class WorkersThatGo(OverIndex):
         if index.index.remove_rank is None:
             pytest.skip(
                 f"{index.index.name} has no remove_worker_dp_rank(worker_id, dp_rank): a rank that leaves or restarts "
-                "by itself "
-                "was not checked"
+                "by itself was not checked"
             )
         if not self.tells_ranks_apart:
             pytest.skip("tells_ranks_apart is False: a rank that leaves or restarts by itself was not checked")

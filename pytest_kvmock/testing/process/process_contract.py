@@ -507,8 +507,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
                 pending.close()
                 world.fail(
                     f"a stream of 4 tokens, of which 2 are made and the others held back: {len(came)} chunks came "
-                    f"within {self.timeout_s:g} s; "
-                    "expected 2: each is passed on as it comes"
+                    f"within {self.timeout_s:g} s; expected 2: each is passed on as it comes"
                 )
             world.server.release()
             reply = pending.finish()
@@ -753,8 +752,7 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
                 if elsewhere > _MAY_BE_LATE:
                     world.fail(
                         f"{where}: {elsewhere} of {number + 1} prompts went to worker {picked}, where worker {worker} "
-                        "alone held their "
-                        "first 8 blocks: finished requests still count as load"
+                        "alone held their first 8 blocks: finished requests still count as load"
                     )
                 if not (self.hears_events and self.tells_blocks()):
                     break  # the other worker holds this prompt now, and when a new one is known cannot be observed

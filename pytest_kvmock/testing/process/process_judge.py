@@ -234,9 +234,8 @@ class ProcessJudge(ProcessSubject):
         picks = Counter(world.picked(where, world.text(2)) for _ in range(FRESH))
         if not picks[worker]:
             world.fail(
-                f"{where}: of {FRESH} prompts that no worker holds it got none; expected some: "
-                "finished requests still count as load, or "
-                "follows_prefix = True says that it goes by how much a worker was sent"
+                f"{where}: of {FRESH} prompts that no worker holds it got none; expected some: finished requests still "
+                "count as load, or follows_prefix = True says that it goes by how much a worker was sent"
             )
 
     def _each_got_some(self, world: ProcessWorld, where: str, picks: Counter[int]) -> None:

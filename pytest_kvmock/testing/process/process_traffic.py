@@ -148,9 +148,8 @@ class ProcessTraffic(ProcessJudge):
             if bad:
                 (text, _), *_ = bad.most_common(1)
                 world.fail(
-                    f"of {_AT_ONCE} requests at once, which engines answered after {_SLOW_S:g} s, "
-                    f"{bad.total()} were not served: {text}; "
-                    "expected 200: is there a limit of time, or of connections?"
+                    f"of {_AT_ONCE} requests at once, which engines answered after {_SLOW_S:g} s, {bad.total()} were "
+                    f"not served: {text}; expected 200: is there a limit of time, or of connections?"
                 )
 
     @_fleet
@@ -228,9 +227,8 @@ class ProcessTraffic(ProcessJudge):
         row = world.requests[-1]
         if row.cached_tokens:
             world.fail(
-                f"{where}: a prompt with {self.salt_header}: {cache_salt} found {row.cached_tokens} "
-                "tokens cached that were served without a "
-                "salt; expected none: the process passes it on as cache_salt"
+                f"{where}: a prompt with {self.salt_header}: {cache_salt} found {row.cached_tokens} tokens cached that "
+                "were served without a salt; expected none: the process passes it on as cache_salt"
             )
 
     def _judge_rank(self, world: ProcessWorld, where: str, rank: int, prompt: str) -> None:
@@ -242,8 +240,7 @@ class ProcessTraffic(ProcessJudge):
         row = world.requests[-1]
         if row.rank != rank:
             world.fail(
-                f"{where}: a prompt that rank {rank} of worker {row.worker} holds was served by rank "
-                f"{row.rank}, {row.cached_tokens} of "
-                f"its {row.prompt_tokens} tokens cached: is the rank sent (X-data-parallel-rank)? "
-                "sends_rank = False: it is the engine's choice"
+                f"{where}: a prompt that rank {rank} of worker {row.worker} holds was served by rank {row.rank}, "
+                f"{row.cached_tokens} of its {row.prompt_tokens} tokens cached: is the rank sent "
+                "(X-data-parallel-rank)? sends_rank = False: it is the engine's choice"
             )

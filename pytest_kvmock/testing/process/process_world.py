@@ -525,8 +525,7 @@ class ProcessWorld:
                 held = {str(each): blocks for each, blocks in self.held(text).items()}
                 self.fail(
                     f"{where}: it does not find by events what engines serve ({self._seconds:g} s; the last prompt is "
-                    f"held by {held}, "
-                    f"and was served by worker {worker} before it was asked about)"
+                    f"held by {held}, and was served by worker {worker} before it was asked about)"
                 )
 
     def _rows(self, asked: Prompt, prompt: str, keys: Mapping[str, Any]) -> list[dict[str, int]]:

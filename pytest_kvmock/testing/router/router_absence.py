@@ -75,8 +75,7 @@ class RouterAbsence(RouterPart):
             counts = ", ".join(f"worker {worker!r}: {count:g}" for worker, count in shares(report).items())
             self._fail(
                 f"{where}: worker {found.worker!r} has {found.times:.2f} times the mean of their requests, must be at "
-                f"most {limit:.3g} times "
-                f"({counts})"
+                f"most {limit:.3g} times ({counts})"
             )
         where = f"worker 1 is cordoned for a while, and then a burst of new prompts comes at {again_ms:g} ms"
         self._each_is_picked(where, report, [1], lambda pick: pick.ms >= again_ms)

@@ -180,9 +180,8 @@ class Affinity(RouterPart):
         uses = callable(getattr(subject, "overlap", None)) if self.uses_overlap is None else self.uses_overlap
         if not uses:
             pytest.skip(
-                f"{type(subject).__name__} has no overlap(request), or {name}.uses_overlap is False: "
-                f"{where}: whether they go where they are "
-                f"held was not checked; uses_overlap = True would let it"
+                f"{type(subject).__name__} has no overlap(request), or {name}.uses_overlap is False: {where}: whether "
+                "they go where they are held was not checked; uses_overlap = True would let it"
             )
 
     def _twice(self, load: int) -> list[FleetRequest]:
@@ -228,7 +227,6 @@ class Affinity(RouterPart):
         if found is not None and found.worker == 1 and counts[1] * _WORKERS > limit * sum(counts.values()):
             shown = ", ".join(f"worker {worker!r}: {count:g}" for worker, count in counts.items())
             self._fail(
-                "worker 1 was cordoned for a while, and gets too much of a burst of new prompts after "
-                f"that ({shown}); expected at most "
-                f"{limit:.3g} times the mean"
+                f"worker 1 was cordoned for a while, and gets too much of a burst of new prompts after that ({shown}); "
+                f"expected at most {limit:.3g} times the mean"
             )

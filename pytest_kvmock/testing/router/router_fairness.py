@@ -79,9 +79,8 @@ class Fairness(RouterPart):
         if most > _PASSED:
             number = numbers[passed.index(most)]
             self._fail(
-                f"{where}: request {number} waited while {most} that came after it were picked for; "
-                f"expected {_PASSED} at most: "
-                "is the last one served first?"
+                f"{where}: request {number} waited while {most} that came after it were picked for; expected {_PASSED} "
+                "at most: is the last one served first?"
             )
 
     def test_one_trace_makes_the_same_picks(self) -> None:

@@ -117,9 +117,8 @@ class EverydayLoad(RouterPart):
         """One worker lacks the prefix: the three others are equal and best, and none of them gets most of a burst."""
         best = range(1, _WORKERS)
         where = (
-            f"a burst of {_REQUESTS} requests of one prefix, which workers 1 to 3 hold and worker 0 does not, by "
-            "loads that are "
-            f"polled each {_EVERY_MS:g} ms"
+            f"a burst of {_REQUESTS} requests of one prefix, which workers 1 to 3 hold and worker 0 does not, by loads "
+            f"that are polled each {_EVERY_MS:g} ms"
         )
         report = self._burst_over(best, where)
         picked = [pick.worker for pick in report.picks]
@@ -174,9 +173,8 @@ class EverydayLoad(RouterPart):
         (own, least, most), *more = found
         also = ", ".join(f"{own:.2f} ({least:.2f} to {most:.2f})" for own, least, most in more)
         self._fail(
-            f"avoids the workers that hold the prefix: {own:.2f}, chance gives {least:.2f} to {most:.2f}, the share "
-            "of prompt tokens that is "
-            f"found cached, by {_CHANCES} random routers; on three more traces: {also}"
+            f"avoids the workers that hold the prefix: {own:.2f}, chance gives {least:.2f} to {most:.2f}, the share of "
+            f"prompt tokens that is found cached, by {_CHANCES} random routers; on three more traces: {also}"
         )
 
     # ------------------------------------------------------------------------------------------------ the means

@@ -308,10 +308,9 @@ class PairScenes(RouterPart):
         alone = report.roles["decode"].alone
         if alone and not self.falls_back:
             self._fail(
-                f"{where}: {len(alone)} requests were decoded alone, the first of them request {alone[0][0]}, and "
-                "the client is not told; expected REFUSE, or None until a prefill worker is there. A router that "
-                "does so on purpose "
-                "declares falls_back = True"
+                f"{where}: {len(alone)} requests were decoded alone, the first of them request {alone[0][0]}, and the "
+                "client is not told; expected REFUSE, or None until a prefill worker is there. A router that does so "
+                "on purpose declares falls_back = True"
             )
         return report
 

@@ -202,8 +202,7 @@ class Batcher(ABC):
         if not isinstance(event, KvCacheEvent):
             raise TypeError(
                 f"a {type(self).__name__} takes Stored, Removed, Located, Updated, Cleared, KvCacheEvent or "
-                "RouterEvent, "
-                f"got {event!r:.80} ({type(event).__name__})"
+                f"RouterEvent, got {event!r:.80} ({type(event).__name__})"
             )
         return RouterEvent(0, event, storage_tier, token_ids, extra)
 

@@ -317,8 +317,7 @@ class _Writer:
             return [token for each in event.token_ids for token in each], sizes[0]
         raise EncodeError(
             f"a Stored without token ids, which dialect {self._dialect.name!r} carries: serve prompts of tokens, not "
-            "of "
-            "hashes, and give a manager token_ids"
+            "of hashes, and give a manager token_ids"
         )
 
     def _hashes(self, hashes: tuple[int, ...]) -> tuple[int, ...]:
@@ -394,8 +393,7 @@ class _Writer:
         if extra.get(LOOKAHEAD) is not None and tag == STORED and LOOKAHEAD not in ordinary.places:
             raise EncodeError(
                 f"dialect {self._dialect.name!r} has no {LOOKAHEAD}, and the names of these blocks look ahead: "
-                "vllm-0.33 has it, "
-                "and an engine with Speculative(..., plain_hashes=True) needs none"
+                "vllm-0.33 has it, and an engine with Speculative(..., plain_hashes=True) needs none"
             )
         for field in fields_of(self._dialect, tag):
             if field.name not in extra:

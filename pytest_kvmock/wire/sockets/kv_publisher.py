@@ -443,8 +443,7 @@ class KvPublisher(Batcher):
         if self._took_over:
             lines.append(
                 "it took over from a publisher that was closed: a SUB socket subscribes again while its owner polls "
-                "it; "
-                "for one in this thread, settle(lambda: subscriber.poll() or publisher.subscriptions())"
+                "it; for one in this thread, settle(lambda: subscriber.poll() or publisher.subscriptions())"
             )
         if blocks:
             lines += loop_lines("wait_subscribed", "await_subscribed")

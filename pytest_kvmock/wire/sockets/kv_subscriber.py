@@ -169,16 +169,13 @@ class KvSubscriber:
             if shared and worker_id is None:
                 raise ValueError(
                     f"the sink is of the harness that publishes at {shared[0]}: an event given to it would be "
-                    "published again, as this publisher has the events of all workers: add_sink(publisher, "
-                    "worker_id=0)"
+                    "published again, as this publisher has the events of all workers: add_sink(publisher, worker_id=0)"
                 )
             if shared:
                 raise ValueError(
                     f"the sink is of the harness that publishes at {shared[0]}: an event given to it for worker "
-                    f"{worker_id}, a mock "
-                    "engine of that harness, would be published again; give worker_id=, a worker that the harness has "
-                    "not, "
-                    "or a sink of make_kv_sink"
+                    f"{worker_id}, a mock engine of that harness, would be published again; give worker_id=, a worker "
+                    "that the harness has not, or a sink of make_kv_sink"
                 )
 
     def __repr__(self) -> str:

@@ -150,8 +150,7 @@ def test_a_block_set_written_by_another_program_is_read():
             b'{"\xff',
             (
                 "the bytes of a block set are not JSON: 'utf-8' codec can't decode byte 0xff in position 2: invalid "
-                "start "
-                "byte"
+                "start byte"
             ),
         ),
         (

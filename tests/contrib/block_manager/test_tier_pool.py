@@ -402,8 +402,7 @@ def test_a_manager_cannot_be_created_with_a_cancelled_token(is_child):
         KvBlockManager(config, fabric=fabric)
     assert str(error.value) == (
         "KvBlockManager: the cancellation token of the configuration of worker 1337 is cancelled already, so the "
-        "manager "
-        "would be closed; take a configuration with a new CancellationToken()"
+        "manager would be closed; take a configuration with a new CancellationToken()"
     )
     assert fabric.workers == []
 

@@ -280,16 +280,14 @@ def test_blocks_of_another_worker_are_refused(managers):
             TransferRequestPut(blocks[2], remote(managers[0], blocks[1])),
             (
                 "Mismatched Source worker ID: 2 != 0: block 0 of set 1 of worker 2 is of another worker than the one "
-                "that "
-                "carries the put out"
+                "that carries the put out"
             ),
         ),
         (
             TransferRequestPut(blocks[0], blocks[1]),
             (
                 "Mismatched Destination worker ID: 1 != 0: block 0 of set 1 of worker 1 is of another worker than the "
-                "one that "
-                "carries the put out"
+                "one that carries the put out"
             ),
         ),
         (
@@ -297,17 +295,15 @@ def test_blocks_of_another_worker_are_refused(managers):
                 host_blocks(managers[0]), remote(managers[0], blocks[1]) + remote(managers[1], blocks[2])
             ),
             (
-                "Mismatched Destination worker ID: 1 != 0: block 0 of set 1 of worker 2 is asked for by another "
-                "worker than the "
-                "one that carries the put out"
+                "Mismatched Destination worker ID: 1 != 0: block 0 of set 1 of worker 2 is asked for by another worker "
+                "than the one that carries the put out"
             ),
         ),
         (
             TransferRequestGet(remote(managers[0], blocks[1]), blocks[2]),
             (
                 "Mismatched Destination worker ID: 2 != 0: block 0 of set 1 of worker 2 is of another worker than the "
-                "one that "
-                "carries the get out"
+                "one that carries the get out"
             ),
         ),
     ):
@@ -343,8 +339,7 @@ def test_a_descriptor_of_a_returned_block_is_stale(fabric, managers):
         TransferRequestPut(mine, blocks).execute()
     assert str(raised.value) == (
         "the descriptor of block 1 of set 1 of worker 1 is stale: it was given back, or evicted, since it was "
-        "described "
-        "(generation 1, not 0)"
+        "described (generation 1, not 0)"
     )
     assert (raised.value.worker_id, raised.value.block_set_idx, raised.value.block_idx) == (1, 1, 1)
     assert (theirs[0].payload, fabric.transfers) == (b"", [])  # the other block was not written either
@@ -466,8 +461,7 @@ def test_blocks_of_two_managers_with_the_same_worker_id_are_distinguished():
             TransferRequestPut(mine[:1] * len(targets), targets).execute()
     assert str(raised.value) == (
         "Mismatched Destination worker ID: 7 != 7: block 0 of set 1 of worker 7 is of another manager than the one "
-        "that "
-        "carries the put out, with the same worker ID"
+        "that carries the put out, with the same worker ID"
     )
     assert payloads(theirs) == [b"", b""]
 

@@ -191,9 +191,8 @@ REFUSED = [
         {"page_size": 4},
         (
             "backend 'sglang' has no option 'page_size'; it has policy, protected_threshold, dynamo_kv_event_format, "
-            "speculative, "
-            "window, window_ratio, window_interval, window_gates, release_window, states, state_grid, state_interval, "
-            "state_strategy, states_per_path, tiers, unified, dcp"
+            "speculative, window, window_ratio, window_interval, window_gates, release_window, states, state_grid, "
+            "state_interval, state_strategy, states_per_path, tiers, unified, dcp"
         ),
     ),
     *(

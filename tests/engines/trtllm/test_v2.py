@@ -171,16 +171,14 @@ GROUPS = "groups are (window in tokens or None, sink tokens), at least one; got 
             {"groups": [(0, 0)]},
             (
                 "a layer group has a window of at least 1 token, or None, and sinks of at least 0, with a window "
-                "alone; "
-                "got (0, 0)"
+                "alone; got (0, 0)"
             ),
         ),
         (
             {"groups": [(None, 4)]},
             (
                 "a layer group has a window of at least 1 token, or None, and sinks of at least 0, with a window "
-                "alone; "
-                "got (None, 4)"
+                "alone; got (None, 4)"
             ),
         ),
         ({"pool_groups": [1]}, "pool_groups must be a pool of each of 1 layer groups, from 0, or None; got [1]"),

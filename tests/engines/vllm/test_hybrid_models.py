@@ -70,8 +70,7 @@ def test_an_unsupported_block_size_of_a_model_is_refused_with_the_supported_ones
         create_manager("vllm_deepseek_v4", num_blocks=8, block_size=16)
     assert str(caught.value) == (
         "block_size: the blocks of deepseek_v4 have multiples of 64 tokens in its attention group, as all groups are "
-        "scaled "
-        "with it (256 at the model's own sizes); got 16"
+        "scaled with it (256 at the model's own sizes); got 16"
     )
 
 

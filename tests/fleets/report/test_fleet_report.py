@@ -739,8 +739,7 @@ def test_a_regret_failure_notes_that_loads_were_polled():
         polled.assert_regret(DynamoRouter())
     assert str(failure.value).endswith(
         "note: the router was shown the loads of the engines, up to 500 ms old, and regret is by the true ones of the "
-        "load book: "
-        "a right router has some too"
+        "load book: a right router has some too"
     )
     with pytest.raises(AssertionError) as failure:
         fleet(Fixed(0, 1), record=True).run([request(0, [1, 2]), request(500, [1, 2])]).assert_regret(DynamoRouter())

@@ -257,10 +257,8 @@ BAD_LINES = [
         "hash_ids",
         (
             "2 ids are expected, one for each 512 of 600 tokens (the last block may be partial), got 1; a trace has "
-            "one block "
-            "size, and line 1 (600 tokens, number of ids 2: blocks of 300 to 599) and line 3 (600 tokens, number of "
-            "ids 1: "
-            "blocks of at least 600) disagree about it"
+            "one block size, and line 1 (600 tokens, number of ids 2: blocks of 300 to 599) and line 3 (600 tokens, "
+            "number of ids 1: blocks of at least 600) disagree about it"
         ),
     ),
     (

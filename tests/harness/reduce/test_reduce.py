@@ -344,13 +344,9 @@ def test_over_capacity_of_a_sink_is_cut_to_one_stored(failure_of):
 
     assert (found.cut_from, found.size, found.complete) == (62, 1, True)
     assert found.as_test() == (
-        "from pytest_kvmock import RouterHarness, Stored\n"
-        "\n"
-        "\n"
-        "def test_reproduction():\n"
-        "    with RouterHarness() as kv:\n"
-        "        sink = kv.make_sink(num_blocks=41)\n"
-        "        sink(Stored(None, (*range(1, 43),), (*range(1, 43),)))\n"
+        "from pytest_kvmock import RouterHarness, Stored\n\n\ndef test_reproduction():\n    with RouterHarness() as "
+        "kv:\n        sink = kv.make_sink(num_blocks=41)\n        sink(Stored(None, (*range(1, 43),), (*range(1, "
+        "43),)))\n"
     )
     assert failure_of(found).startswith("1 KV event error: over_capacity (worker 65536)")
 

@@ -452,21 +452,10 @@ def test_a_reproduction_awaits_an_async_index_in_its_own_loop(failure_of):
     found = awaited(AsyncForgets)
 
     assert found.as_test() == (
-        "import asyncio\n"
-        "\n"
-        "from pytest_kvmock import Removed, RouterHarness, Stored\n"
-        "\n"
-        "\n"
-        "def test_reproduction(kv_index):\n"
-        "    async def body():\n"
-        "        with RouterHarness(index=kv_index) as kv:\n"
-        "            kv.apply([\n"
-        "                Stored(None, (1,), (1,)),\n"
-        "                Removed((1,)),\n"
-        "            ])\n"
-        "            await kv.aflush()\n"
-        "\n"
-        "    asyncio.run(body())\n"
+        "import asyncio\n\nfrom pytest_kvmock import Removed, RouterHarness, Stored\n\n\ndef "
+        "test_reproduction(kv_index):\n    async def body():\n        with RouterHarness(index=kv_index) as "
+        "kv:\n            kv.apply([\n                Stored(None, (1,), (1,)),\n                "
+        "Removed((1,)),\n            ])\n            await kv.aflush()\n\n    asyncio.run(body())\n"
     )
     assert (found.cut_from, found.size, found.complete) == (55, 2, True)
     assert "index_drift" in failure_of(found, AsyncForgets()).splitlines()[0]
@@ -497,12 +486,8 @@ def test_an_async_index_is_flushed_after_every_step_if_the_drift_needs_it(failur
     found = awaited(ForgetsWhatWasFlushed, each=True)
 
     assert (
-        "            kv.apply(Stored(None, (1,), (1,)))\n"
-        "            await kv.aflush()\n"
-        "            kv.apply(Removed((1,)))\n"
-        "            await kv.aflush()\n"
-        "\n"
-        "    asyncio.run(body())\n" in found.as_test()
+        "            kv.apply(Stored(None, (1,), (1,)))\n            await kv.aflush()\n            "
+        "kv.apply(Removed((1,)))\n            await kv.aflush()\n\n    asyncio.run(body())\n" in found.as_test()
     )
     assert "index_drift" in failure_of(found, ForgetsWhatWasFlushed()).splitlines()[0]
 

@@ -462,9 +462,8 @@ def test_a_block_that_differs_in_two_tiers_is_reported_in_each():
         stream.drift([], HOST),
     ) == (["engine_drift"], ["engine_drift"], [])
     assert [
-        f"the engine does not hold block 1 in {tier}; block 1 was stored in device by event 0, in host_pinned by "
-        "event 1, "
-        "and never removed"
+        f"the engine does not hold block 1 in {tier}; block 1 was stored in device by event 0, in host_pinned by event "
+        "1, and never removed"
         for tier in (DEVICE, HOST)
     ] == [problem.observed for problem in stream.problems]
 

@@ -104,8 +104,7 @@ class HiCacheManager(HybridCacheManager):
         if window is not None and self.host_windows is None and host_windows < window.pages:
             raise ValueError(
                 f"a window of {geometry.window} tokens needs {window.pages} pages of the host, and of its "
-                f"{self.host_blocks} "
-                f"pages it has {host_windows} for windows"
+                f"{self.host_blocks} pages it has {host_windows} for windows"
             )
         return HiCacheTree(
             policy,

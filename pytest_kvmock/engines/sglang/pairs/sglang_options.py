@@ -62,9 +62,8 @@ class SglangPairOptions:
                 raise ValueError(f"{name} must be True or False, got {value!r:.80}")  # noqa: TRY004
         if self.disaggregation_decode_allocation_policy not in ALLOCATION_POLICIES:
             raise ValueError(
-                "disaggregation_decode_allocation_policy must be "
-                f"{' or '.join(map(repr, ALLOCATION_POLICIES))}, "
-                f"got {self.disaggregation_decode_allocation_policy!r:.80}"
+                f"disaggregation_decode_allocation_policy must be {' or '.join(map(repr, ALLOCATION_POLICIES))}, got "
+                f"{self.disaggregation_decode_allocation_policy!r:.80}"
             )
         if self.gives_late and self.disaggregation_decode_enable_radix_cache:
             raise ValueError(
