@@ -217,7 +217,9 @@ class RouterCalls:
             TypeError: a method is async.
         """
         if self.asynchronous:
-            raise TypeError(f"{self.name}.{self.asynchronous[0]} is async; run the fleet by `await fleet.arun(trace)`")
+            raise TypeError(
+                f"{self.name}.{self.asynchronous[0]} is async; run the fleet with `await fleet.arun(trace)`"
+            )
 
     def pick(
         self,

@@ -300,7 +300,7 @@ class Faults:
             ValueError: a size that the backend rejects, or the router's own size; or a worker that exists already.
         """
         if size == self._profile.block_size:
-            raise ValueError(f"kv_harness.faults.block_size: {size} is the block size of the router")
+            raise ValueError(f"kv_harness.faults.block_size: {size} must differ from the block size of the router")
         with self._publisher.lock:
             try:
                 made = self._workers.add_mismatched(worker, block_size=size)

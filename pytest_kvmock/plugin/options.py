@@ -480,7 +480,7 @@ def add_options(parser: pytest.Parser, options: Iterable[Option]) -> None:
                 help=option.help,
             )
         if option.ini:
-            # The default None is no value that a user can give.
+            # Users cannot give None, so None means that the setting is absent.
             parser.addini(option.ini, option.help, type=option.ini_type, default=None)  # type: ignore[arg-type]  # a type by a name that pytest knows
 
 

@@ -90,7 +90,7 @@ def judge_failed_body(case: Case, failure: BaseException) -> None:
         if not _is_expected(case.item, failure):
             add_page(case, "call", _said(failure))
         return
-    if isinstance(failure, EventRulesBroken):  # for example of kv_events.assert_no_event_errors(), about any problem
+    if isinstance(failure, EventRulesBroken):  # for example by kv_events.assert_no_event_errors()
         problem = _first(found)
     else:
         problem = next((problem for problem in found.fatal if problem.rule not in _OF_THE_END), None)

@@ -223,7 +223,7 @@ class Dialect:
     def __post_init__(self) -> None:
         if not isinstance(self.name, str) or not _NAME.fullmatch(self.name) or self.name == "all":
             raise ValueError(
-                f"a dialect's name has letters, digits, '_', '.' and '-', and is not all; got {self.name!r:.80}"
+                f"a dialect's name has only letters, digits, '_', '.' and '-', and is not 'all'; got {self.name!r:.80}"
             )
         for field in ("models", "backend"):
             if not isinstance(getattr(self, field), str):

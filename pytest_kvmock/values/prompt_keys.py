@@ -338,7 +338,7 @@ def _checked_items(items: object) -> tuple[MultimodalItem, ...]:
     for item, after in pairwise(checked):
         if item.offset + item.length > after.offset:
             raise ValueError(
-                f"multimodal items must not overlap, and must be in order; {item.identifier!r:.80} has "
+                f"multimodal items must not overlap; {item.identifier!r:.80} has "
                 f"{_span(item)}, and {after.identifier!r:.80} has {_span(after)}"
             )
     return tuple(checked)

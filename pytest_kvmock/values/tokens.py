@@ -400,8 +400,8 @@ class Prompt:
         assert hashes is not None
         if self.keys is not None and self.keys.naming:
             raise ValueError(
-                f"{' and '.join(self.keys.naming)} of a prompt of hashes=: these hashes are made with them already; "
-                "give tokens, or leave them out"
+                f"a prompt of hashes= cannot take {' and '.join(self.keys.naming)}: the hashes include that already; "
+                "give tokens, or leave it out"
             )
         self._given = list(hashes)
         _check_locals(self._given)

@@ -390,7 +390,7 @@ def test_the_beliefs_of_an_async_router_are_checked():
             return super().loads()
 
     fleet = Fleet([MockEngine(ARGS) for _ in range(2)], Async(range(2)))
-    with pytest.raises(TypeError, match=r"Async\.loads is async; run the fleet by `await fleet\.arun\(trace\)`"):
+    with pytest.raises(TypeError, match=r"Async\.loads is async; run the fleet with `await fleet\.arun\(trace\)`"):
         fleet.run(trace())
     report = asyncio.run(fleet.arun(trace()))
     assert report.beliefs[0].rule == "load_drift"

@@ -239,7 +239,7 @@ def test_an_async_router_makes_the_same_picks_as_a_sync_one():
     awaited = asyncio.run(Fleet(engines(), Async()).arun(trace()))
     assert plain.picks == awaited.picks
     assert plain.compare(awaited).differences == {}
-    with pytest.raises(TypeError, match=r"Async\.pick is async; run the fleet by `await fleet\.arun\(trace\)`"):
+    with pytest.raises(TypeError, match=r"Async\.pick is async; run the fleet with `await fleet\.arun\(trace\)`"):
         Fleet(engines(), Async()).run(trace())
 
 

@@ -468,7 +468,7 @@ def test_a_removal_from_the_wrong_worker_is_found_at_its_event(make_kv):
     assert (problem.rule, problem.worker_id, problem.event_id) == ("index_drift", 0, 1)
 
 
-def test_a_match_by_content_only_is_found_at_the_first_chain(make_kv):
+def test_an_index_that_matches_by_content_alone_drifts_at_the_first_chain(make_kv):
     kv = make_kv(index=MatchesByContentAlone())
     chain(kv, 1)
     assert set() == shown(kv)

@@ -102,9 +102,9 @@ SGLANG_MISSES = {
     "engine: 1 requests are open",
     "test_what_ended_badly_is_no_load": "its client went away, and a request goes on in the engine: 1 requests are "
     "open",
-    "test_what_a_client_sends_reaches_the_engine": "/v1/chat/completions: max_tokens came to an engine as None; 1 was "
-    "sent; user came to an engine "
-    "as None; 'kvmock' was sent; kvmock_field came to an engine as None",
+    "test_what_a_client_sends_reaches_the_engine": "/v1/chat/completions: max_tokens reached an engine as None; 1 was "
+    "sent; user reached an engine "
+    "as None; 'kvmock' was sent; kvmock_field reached an engine as None",
 }
 
 

@@ -152,7 +152,7 @@ TOML = "[tool.pytest.ini_options]\nkvmock_bakends = ['lru']\n[tool.other]\nkvmoc
     ],
     ids=["ini", "ini with others", "cfg", "toml", "native toml", "pytest.toml"],
 )
-def test_a_misspelt_setting_gets_the_nearest_one(nested, file, text):
+def test_a_misspelt_setting_is_refused_with_the_nearest_name(nested, file, text):
     if pytest.version_tuple < (9, 0) and (file == "pytest.toml" or text == TOML.replace(".ini_options", "")):
         pytest.skip("pytest 9 reads such files")
     result = nested("def test(): pass", files={file: text})

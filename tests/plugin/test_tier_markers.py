@@ -126,7 +126,7 @@ def test_a_profile_of_a_file_may_have_tiers(nested):
         ("{host: .nan}", "tiers: host must be an integer of at least 1 (blocks), got '.nan'"),
     ],
 )
-def test_wrong_tiers_in_a_profile_file_are_one_line_with_their_position(nested, tiers, why):
+def test_wrong_tiers_in_a_profile_file_give_a_one_line_error_with_their_position(nested, tiers, why):
     files = {"pytest.ini": "[pytest]\nkvmock_profiles = p.yaml\n", "p.yaml": f"profiles:\n  a:\n    tiers: {tiers}\n"}
     result = nested("def test(): pass", files=files)
     result.stderr.fnmatch_lines([f"ERROR: p.yaml:3:*{why}"])

@@ -32,7 +32,10 @@ WRONG = {
     "forgets_what_is_decoded": (JOINS, "expected more than half: the load of decode engines was dropped"),
     "never_uses_who_joined": (JOINS, "decode engine 5 joined, and of 16 completions it got none"),
     "takes_the_port_of_the_first_rank": (RANKS, "its decode leg came with remote_port 5600; expected 5601, as its"),
-    "takes_the_first_engine_id": (RANKS, "and its prefill leg is at 'prefill-0_dp1': it waits for its timeout"),
+    "takes_the_first_engine_id": (
+        RANKS,
+        "but its prefill leg ran on 'prefill-0_dp1': the decode leg waits for its timeout",
+    ),
     "keeps_the_rank_for_itself": (RANKS, "and its decode leg waits at rank "),
     "says_another_rank": (RANKS, "and its decode leg waits at rank "),
 }

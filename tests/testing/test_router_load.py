@@ -452,7 +452,7 @@ def test_a_router_that_never_frees_served_requests_is_found_without_loads(make, 
     assert "so the router still counts them as open, or their blocks or tokens. finished(request) is called" in text
 
 
-def test_a_smallest_tree_router_declares_that_it_follows_the_prefix():
+def test_a_router_that_picks_the_smallest_tree_must_declare_follows_prefix():
     assert failure_of(contract(CacheAware, follows_prefix=True), ENDED_WELL) is None
     assert "A router that goes by how much it sent to a worker declares follows_prefix = True" in failure_of(
         contract(CacheAware), ENDED_WELL

@@ -191,20 +191,20 @@ FOUND = OF_EVENTS | {
     ),
     "drops_the_salt": (
         "what_a_client_sends_reaches_the_engine",
-        "cache_salt came to an engine as None; 'tenant-a' was sent",
+        "cache_salt reached an engine as None; 'tenant-a' was sent",
     ),
     "drops_the_adapter": (
         "what_a_client_sends_reaches_the_engine",
-        "model came to an engine as 'mock-model'; 'tenant-lora' was",
+        "model reached an engine as 'mock-model'; 'tenant-lora' was",
     ),
-    "drops_images": ("what_a_client_sends_reaches_the_engine", "/v1/chat/completions: messages came to an engine as "),
+    "drops_images": ("what_a_client_sends_reaches_the_engine", "/v1/chat/completions: messages reached an engine as "),
     "drops_what_it_does_not_know": (
         "what_a_client_sends_reaches_the_engine",
-        "user came to an engine as None; 'kvmock' was sent",
+        "user reached an engine as None; 'kvmock' was sent",
     ),
     "drops_headers": (
         "what_a_client_sends_reaches_the_engine",
-        "header X-Request-Id came to an engine as None; 'kvmock-1' was",
+        "header X-Request-Id reached an engine as None; 'kvmock-1' was",
     ),
     "takes_the_first_of_equals": ("an_idle_fleet_is_shared", "worker 1 got none of 16 (worker 0: 16, worker 1: 0)"),
     "reads_no_token_ids": ("a_prompt_goes_where_it_is", "asked for as token ids (takes_token_ids = False says"),

@@ -113,14 +113,11 @@ def test_the_continuation_of_a_prompt_has_the_same_keys():
         ({"multimodal": [("cat", 2, 3)]}, "multimodal item 'cat' has tokens 2 to 4, and the prompt has 4 tokens"),
         (
             {"multimodal": [("dog", 2, 2), ("cat", 0, 3)]},
-            (
-                "multimodal items must not overlap, and must be in order; 'cat' has tokens 0 to 2, and 'dog' has "
-                "tokens 2 to 3$"
-            ),
+            ("multimodal items must not overlap; 'cat' has tokens 0 to 2, and 'dog' has tokens 2 to 3$"),
         ),
         (
             {"multimodal": [("cat", 1, 1), ("sound", 1, 1)]},
-            "multimodal items must not overlap, .*; 'cat' has token 1, and 'sound' has token 1$",
+            "multimodal items must not overlap; 'cat' has token 1, and 'sound' has token 1$",
         ),
         (
             {"lora_name": "\ud800"},
@@ -152,7 +149,7 @@ def test_adjacent_multimodal_items_do_not_overlap():
 def test_a_prompt_of_hashes_accepts_only_the_session_as_a_key():
     assert Prompt(hashes=[1], session_id="x").keys.session_id == "x"
     with pytest.raises(
-        ValueError, match=r"^lora_name and cache_salt of a prompt of hashes=: these hashes are made with"
+        ValueError, match=r"^a prompt of hashes= cannot take lora_name and cache_salt: the hashes include that already"
     ):
         Prompt(hashes=[1], lora_name="a", cache_salt="s")
 

@@ -267,8 +267,8 @@ def test_a_registered_dialect_is_known_only_inside_its_registration():
 
 OF = {field.name: field for field in DIALECTS["vllm-0.33"].stored}
 REFUSED = [
-    ({"name": "a b"}, "a dialect's name has letters, digits, '_', '.' and '-', and is not all; got 'a b'"),
-    ({"name": "all"}, "a dialect's name has letters, digits, '_', '.' and '-', and is not all; got 'all'"),
+    ({"name": "a b"}, "a dialect's name has only letters, digits, '_', '.' and '-', and is not 'all'; got 'a b'"),
+    ({"name": "all"}, "a dialect's name has only letters, digits, '_', '.' and '-', and is not 'all'; got 'all'"),
     ({"models": 3}, "dialect 'mine': models must be a string, got 3"),
     (
         {"form": "mapp"},

@@ -630,9 +630,9 @@ def test_a_subscriber_cannot_feed_a_harness_with_its_own_events(method):
         with pytest.raises(ValueError) as caught:
             KvSubscriber(publisher.endpoints[1], harness.apply, dialect="vllm-0.33")
         assert str(caught.value) == (
-            f"the sink is of the harness that publishes at {publisher.endpoints[1]}: an event given to it for worker "
-            "0, a mock engine of that harness, would be published again; give worker_id=, a worker that the harness "
-            "has not, or a sink of make_kv_sink"
+            f"the sink belongs to the harness that publishes at {publisher.endpoints[1]}, whose worker 0 is a mock "
+            "engine: each event would be published again. Pass a worker_id that this harness does not have, or a "
+            "sink of make_kv_sink"
         )
         sink = harness.make_sink()
         for other in ({"sink": sink.publish if method else sink}, {"sink": harness.apply, "worker_id": 7}):

@@ -1,7 +1,7 @@
-"""The memory of a pool: data types, storages and allocators. No memory is allocated; only sizes are counted.
+"""The memory of a pool: data types, storages and allocators.
 
-Names come from dynamo-llm 0.2.1. Device and page-locked host memory are described, never allocated: blocks of a mock
-keep their payloads as bytes, once they are written.
+Only sizes are counted: no device or page-locked host memory is allocated. A written block keeps its payload as Python
+bytes. Names come from dynamo-llm 0.2.1.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def read_npz(path: Path, names: Sequence[str]) -> dict[str, NpyArray]:
             return arrays
     except FileNotFoundError:
         raise ValueError(f"there is no file {path}") from None
-    except (BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:  # in the archive's directory
+    except (BadZipFile, NotImplementedError, UnicodeDecodeError, struct.error) as error:  # a corrupt zip directory
         raise ValueError(f"{path} is not an .npz file (a zip archive of .npy arrays): {error}") from None
     except OSError as error:
         raise ValueError(f"{path} cannot be read: {error.strerror or error}") from None

@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 
 # Theory of operation
 #
-# The scheduler counts tokens. A waiting request is admitted if free and evictable pages have room for its prompt and
-# for outstanding output: all of its own, and of each running request the share `ratio`, which shrinks pass by pass.
-# Prompts are computed in chunks of whole pages; a request with a remaining chunk waits again, as the first one. All
-# running requests generate a token in each pass. If pages run short, the request with the fewest generated tokens is
-# retracted: its pages are freed, it waits again, and the ratio is reset.
+# The scheduler counts tokens. A waiting request is admitted if free and evictable pages have room for its prompt, its
+# whole output, and a share of the outstanding output of each running request. The share, `ratio`, shrinks with each
+# pass. Prompts are computed in chunks of whole pages; a request with a remaining chunk waits again, as the first one.
+# All running requests generate a token in each pass. If pages run short, the request with the fewest generated tokens
+# is retracted: its pages are freed, it waits again, and the ratio is reset.
 #
-# Budgets, ratio and order are those of Dynamo's mock of SGLang before 1.6. That mock had its own cache; here the cache
-# is SGLang's, with its priorities.
+# Budgets, ratio and order are those of the SGLang mock in Dynamo before 1.6. That mock had its own cache; here the
+# cache is SGLang's, with its priorities.
 #
 # A running request that is called off is marked. The pass that computes its next token ends it like any finished
 # request (SGLang: `abort_request` sets `to_finish`); a retraction before that keeps the mark.

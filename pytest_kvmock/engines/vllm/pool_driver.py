@@ -123,7 +123,7 @@ class PoolDriver:
         """Free all blocks, tail first; generated tokens are kept, and looked up when the request is resumed."""
         if self.pair is None or not self.pair.freed(request, done=done):
             self.manager.free(request)
-        if done:  # nothing more is cached at the end
+        if done:  # a finished request caches no more blocks
             request.tokens.release()
 
     def clear(self) -> bool:

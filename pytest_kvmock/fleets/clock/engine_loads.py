@@ -1,4 +1,4 @@
-"""The load of an engine over time, as a rank of SGLang publishes it: times and contents."""
+"""When a rank of SGLang publishes its load, and what each message contains."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def load_of(engine: MockEngine, rank: int = 0) -> LoadStat:
 
 
 class EngineLoads:
-    """The load stream of one engine in time.
+    """The load messages of one engine in virtual time.
 
     It reports after each pass (forced if the pass computed a part of a prompt) and in each turn of an idle loop.
 

@@ -193,5 +193,5 @@ def _check_links(args: MockEngineArgs, worker: KvWorker, host: object) -> None:
         asked = getattr(args, name)
         if asked is not None and asked != has:
             raise ValueError(
-                f"{name}={asked!r}, and the host of {worker!r} was made with {has!r}; leave it out, or give it the same"
+                f"{name}={asked!r}, but the host of {worker!r} was made with {has!r}; leave it out, or give it the same"
             )

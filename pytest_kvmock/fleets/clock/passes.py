@@ -182,7 +182,7 @@ class Passes:
         self._ends: list[tuple[float, int, Seat]] = []
         self._count = 0
         self._seats: dict[MockEngine, Seat] = {}
-        # Engines without a pass to which something happened since they became idle.
+        # Engines to check for a new pass, because something has happened to them.
         self._idle: set[Seat] = set()
         self._start_ms = -math.inf  # when all engines that could had started a pass
 

@@ -44,13 +44,13 @@ _POINTS: Final = {"min": 0.0, "p50": 0.5, "p75": 0.75, "p90": 0.9, "p95": 0.95, 
 
 
 def fleet_data(report: Any, compare: Any = (), selector: Any = None) -> dict[str, Any]:
-    """Return the data of a page, which `Report.to_html` shows.
+    """Return the data of the page that `Report.to_html` writes.
 
     Args:
         report: a `Report`.
         compare: another report or its JSON, or a list of them.
-        selector: computes the cost of a candidate, and thus the regret of a pick; without a record, regret is in blocks
-            of overlap. None: `DynamoRouter()`.
+        selector: gives the cost of a candidate, from which the regret of a pick follows; for a run without
+            `record=True`, regret is in blocks of overlap. None: `DynamoRouter()`.
 
     Raises:
         TypeError: `selector` is not a selector, or an item of `compare` is not a report.

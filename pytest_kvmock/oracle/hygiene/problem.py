@@ -145,7 +145,7 @@ class Problem:
 
     @property
     def named_blocks(self) -> tuple[int, ...]:
-        """The blocks that its text names and that may be missing from the text of its event."""
+        """The blocks that the problem's text names; the event's text may be too short to show them."""
         return (*self.blocks[:1], *self.named)
 
     @property

@@ -129,7 +129,7 @@ RULES: Final[Mapping[str, Rule]] = MappingProxyType(
             Rule(
                 WORKER_DRIFT,
                 "error",
-                "your router's `workers()` before a pick are not the workers that are there",
+                "your router's `workers()` before a pick differs from the workers that are up",
             ),
             Rule(
                 NOT_FLUSHED,

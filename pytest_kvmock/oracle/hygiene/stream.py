@@ -332,7 +332,7 @@ class Stream(History):
         return True
 
     def _has_child(self, block: int, child: int) -> bool:
-        """Whether a child of a block is held on the device and was not dropped without a Removed."""
+        """Return whether the device holds a child of a block. A child dropped without a Removed does not count."""
         children = self.forks.get(block, ()) if child == FORK else (child,)
         return any(each in self.device and each not in self.gone for each in children)
 

@@ -140,7 +140,7 @@ def _dialect_of(events: Sequence[Mapping[str, Any]], path: Path) -> Dialect:
         row = find_dialect(name)
         if row.is_msgpack and (row.hashes == "bytes") is has_digests and seen <= {field.name for field in row.stored}:
             return row
-    raise CaptureError(f"{path}: no dialect of vLLM has the fields {', '.join(sorted(seen))[:200]}: give the dialect")
+    raise CaptureError(f"{path}: no vLLM dialect has all fields {', '.join(sorted(seen))[:200]}: name the dialect")
 
 
 def _shaped(event: Mapping[str, Any], dialect: Dialect) -> Any:

@@ -180,7 +180,7 @@ def _checked(name: str, rows: object, value: str, least: int) -> dict[tuple[int,
     """
     shape = f'[{{"worker": 0, "rank": 0, "{value}": 4}}]'
     if not isinstance(rows, list | tuple):
-        raise TypeError(f"check: {name} must be rows as expect returns them, {shape}, got {rows!r:.80}")
+        raise TypeError(f"check: {name} must be rows such as expect returns, {shape}, got {rows!r:.80}")
     for row in rows:
         fits = isinstance(row, Mapping) and {"worker", value} <= set(row)
         if (

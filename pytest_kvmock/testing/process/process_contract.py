@@ -612,15 +612,15 @@ class ProcessContract(ProcessPairs, ProcessStreams, ProcessStores):
                     world.fail(f"{what} was answered with {reply.text}; expected 200")
                 row = world.answered[-1]
                 if row.path != what:
-                    world.fail(f"{what} came to an engine as {row.path}")
+                    world.fail(f"{what} reached an engine as {row.path}")
                 came = json.loads(row.body)
                 lost = [
-                    f"{name} came to an engine as {came.get(name)!r:.200}; {value!r:.200} was sent"
+                    f"{name} reached an engine as {came.get(name)!r:.200}; {value!r:.200} was sent"
                     for name, value in sent.items()
                     if came.get(name) != value
                 ]
                 lost += [
-                    f"header {name} came to an engine as {row.headers.get(name.lower())!r:.200}; {header!r} was sent"
+                    f"header {name} reached an engine as {row.headers.get(name.lower())!r:.200}; {header!r} was sent"
                     for name, header in self.headers.items()
                     if row.headers.get(name.lower()) != header
                 ]

@@ -457,8 +457,8 @@ class ProcessPairs(ProcessJudge):
             name = world.server.pairs.engine_id(prefill.worker, prefill.rank)
             if came.get("remote_engine_id") != name:
                 world.fail(
-                    f"{where}: its decode leg asks {came.get('remote_engine_id')!r:.80}, and its prefill leg is at "
-                    f"{name!r}: it waits for its timeout"
+                    f"{where}: its decode leg names remote_engine_id {came.get('remote_engine_id')!r:.80}, but its "
+                    f"prefill leg ran on {name!r}: the decode leg waits for its timeout"
                 )
         for name, value in (prefill.handed or {"do_remote_prefill": True}).items():
             if came.get(name) != value:
@@ -582,6 +582,6 @@ class ProcessPairs(ProcessJudge):
 
 
 def _legs_text(rows: Sequence[ServedRequest]) -> str:
-    """Return which legs came to engines, and how each was answered."""
+    """Describe which legs reached an engine, and how each was answered."""
     legs = [f"its {row.role} leg was answered with {row.status or 'nothing'}" for row in rows]
-    return ", ".join(legs) or "no leg came to an engine"
+    return ", ".join(legs) or "no leg reached an engine"

@@ -111,7 +111,7 @@ class ProcessTraffic(ProcessJudge):
                 wrong = [name for name, value in sent.items() if came.get(name) != value]
                 if wrong:
                     world.fail(
-                        f"{what}: {wrong[0]} came to an engine as {came.get(wrong[0])!r:.100}; "
+                        f"{what}: {wrong[0]} reached an engine as {came.get(wrong[0])!r:.100}; "
                         f"{sent[wrong[0]]!r:.100} was sent"
                     )
             if self.hears_events:

@@ -64,7 +64,7 @@ DEFECTS: Final[Mapping[WireDefect, str]] = MappingProxyType(
         "none",
         WireDefect.SPAN_MISMATCH: "there are not block_size token ids, or not one entry of extra_keys, for each block "
         "hash, and it is not a span of a sparse group",
-        WireDefect.BAD_LOOKAHEAD: "lookahead_token_ids are not one list for each block hash, all of one length, each "
+        WireDefect.BAD_LOOKAHEAD: "lookahead_token_ids is not one list for each block hash, all of one length, each "
         "of how the next block of the event begins",
     }
 )

@@ -173,9 +173,9 @@ class KvSubscriber:
                 )
             if shared:
                 raise ValueError(
-                    f"the sink is of the harness that publishes at {shared[0]}: an event given to it for worker "
-                    f"{worker_id}, a mock engine of that harness, would be published again; give worker_id=, a worker "
-                    "that the harness has not, or a sink of make_kv_sink"
+                    f"the sink belongs to the harness that publishes at {shared[0]}, whose worker {worker_id} is a "
+                    "mock engine: each event would be published again. Pass a worker_id that this harness does not "
+                    "have, or a sink of make_kv_sink"
                 )
 
     def __repr__(self) -> str:

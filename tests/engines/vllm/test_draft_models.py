@@ -173,7 +173,7 @@ def test_local_hashes_cover_look_ahead_windows_also_when_tokens_are_appended(tok
         ({"method": "ngram"}, 0, False, 0),
     ],
 )
-def test_the_speculative_options_set_look_ahead_drop_and_draft_slots(fields, lookahead, drops, slots):
+def test_lookahead_and_drops_and_slots_follow_from_the_speculative_options(fields, lookahead, drops, slots):
     draft = Speculative(**fields)
     assert (lookahead, drops, slots) == (draft.lookahead, draft.drops, draft.slots)
 

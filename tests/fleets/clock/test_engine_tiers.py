@@ -374,7 +374,7 @@ def test_link_arguments_that_contradict_the_worker_are_refused(name, same, other
         MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=8, **{name: other}), worker=worker)
     assert (
         str(caught.value)
-        == f"{name}={other!r}, and the host of {worker!r} was made with {has!r}; leave it out, or give it the same"
+        == f"{name}={other!r}, but the host of {worker!r} was made with {has!r}; leave it out, or give it the same"
     )
     assert worker is MockEngine(MockEngineArgs(block_size=4, num_gpu_blocks=8, **{name: same}), worker=worker).worker
 
@@ -388,7 +388,7 @@ def test_kv_bytes_per_token_that_contradict_the_host_of_the_worker_are_refused()
         )
     assert (
         str(caught.value)
-        == f"kv_bytes_per_token=8, and the host of {worker!r} was made with 7; leave it out, or give it the same"
+        == f"kv_bytes_per_token=8, but the host of {worker!r} was made with 7; leave it out, or give it the same"
     )
     same = MockEngineArgs(block_size=4, num_gpu_blocks=8, num_g2_blocks=64, kv_bytes_per_token=7)
     assert worker is MockEngine(same, worker=worker).worker

@@ -684,7 +684,7 @@ REFUSED = {
         lambda faults: faults.block_size(3),
         r"block_size: block_size must be a power of",
     ),
-    "size": (lambda faults: faults.block_size(4), r"block_size: 4 is the block size of the router"),
+    "size": (lambda faults: faults.block_size(4), r"block_size: 4 must differ from the block size of the router"),
 }
 
 

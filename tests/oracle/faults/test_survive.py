@@ -193,7 +193,7 @@ class AsksInVain(AsksByCursor):
 
 
 @pytest.mark.parametrize("kind", ["lose", "delay"])
-def test_an_index_that_queried_a_recovery_must_have_lost_and_delayed_events(kind):
+def test_after_querying_a_recovery_an_index_must_hold_the_lost_and_delayed_events(kind):
     for index, expected in ((AsksByCursor, []), (AsksInVain, [("index_drift", 1)])):
         recovery = Recovery()
         kv = RouterHarness(PROFILE, index=index(recovery), recovery=recovery, survive=[kind])

@@ -426,7 +426,7 @@ def test_a_cycle_of_two_blocks_can_be_queried_dumped_and_replayed(index):
     assert copy.find_matches([1, 2, 3, 4, 3, 4, 3, 4, 3, 9]).scores == {(0, 0): 9}
 
 
-def test_a_refused_self_parent_leaves_the_same_edge_as_in_dynamo_and_the_dump_ends(index):
+def test_a_refused_self_parent_leaves_dynamos_edge_and_the_dump_terminates(index):
     assert play(index, [store(0, [1, 2, 3]), store(0, [3], 103)]) == [OK, INVALID]
     assert index.find_matches([1, 2, 3, 3, 3]).scores == {(0, 0): 5}
     assert dump(index) == [(0, 0, None, (101,)), (0, 0, 101, (102,)), (0, 0, 102, (103,))]

@@ -259,13 +259,13 @@ def test_a_router_that_lags_is_polled_and_its_last_answer_counts(server):
 
     for answer, error, message in (
         (coroutine, TypeError, "^check takes a probe that answers at once, and got a coroutine$"),
-        (lambda: 5, TypeError, "^check: blocks must be rows as expect returns them, "),
-        (lambda: {"worker": 0}, TypeError, "^check: blocks must be rows as expect returns them, "),
-        (dict, TypeError, "^check: blocks must be rows as expect returns them, "),
+        (lambda: 5, TypeError, "^check: blocks must be rows such as expect returns, "),
+        (lambda: {"worker": 0}, TypeError, "^check: blocks must be rows such as expect returns, "),
+        (dict, TypeError, "^check: blocks must be rows such as expect returns, "),
         (
             lambda: {"blocks": [], "last_batch": 5},
             TypeError,
-            "^check: last_batch must be rows as expect returns them, ",
+            "^check: last_batch must be rows such as expect returns, ",
         ),
         (lambda: 1 / 0, ZeroDivisionError, "division by zero"),
     ):
@@ -331,8 +331,8 @@ def test_the_control_api_offers_the_methods_of_the_server(server):
         ("/text", {"after": 5}, "text: after must be a text, got 5"),
         ("/hold", b"{", "hold: the body is not JSON: "),
         ("/hold", b"[" * 100_000, "hold: the body is not JSON: it is nested deeper than 500"),
-        ("/check", {"prompt": "x", "blocks": {"0": 4}}, "check: blocks must be rows as expect returns them, "),
-        ("/check", {"prompt": "x", "blocks": False}, "check: blocks must be rows as expect returns them, "),
+        ("/check", {"prompt": "x", "blocks": {"0": 4}}, "check: blocks must be rows such as expect returns, "),
+        ("/check", {"prompt": "x", "blocks": False}, "check: blocks must be rows such as expect returns, "),
         ("/check", {"prompt": "x", "blocks": [{"worker": 0}]}, "check: a row of blocks must be as in "),
         ("/check", {"prompt": "x", "blocks": [{"worker": "0", "blocks": 1}]}, "check: a row of blocks must be as in "),
         ("/check", {"prompt": "x", "blocks": [{"worker": 0, "blocks": -1}]}, "check: a row of blocks must be as in "),

@@ -205,7 +205,7 @@ class HiCacheManager(HybridCacheManager):
 
     @property
     def unheld_blocks(self) -> int:
-        """Device pages that no request holds; pages that only a copy holds are included."""
+        """Device pages that no request holds, including those held only by a transfer to or from the host."""
         own = sum(request.allocated - request.protected for request in self.requests)
         return self.num_blocks - own - sum(len(node.names) for node in self._held())
 

@@ -20,7 +20,7 @@ from pytest_kvmock.engines.sglang.pairs.sglang_options import SglangPairOptions
 #
 #   begin    Ready legs wait for a batch. The computed chunk is cached and published.
 #   launch   A batch, which the caller chose, is launched. The cached parts of its prompts are sent.
-#   end      The computed tokens of this batch, or with overlap of the previous one, are cached, published
+#   end      The computed tokens of this batch (with overlap: of the previous batch) are cached, published
 #            and sent. Legs that have arrived are answered; their pages stay cached.
 #
 # With early computing, a prompt is computed before D has pages. A computed prompt that D has not asked for is parked:
