@@ -212,7 +212,7 @@ ONE = [request(0.0, [1])]
             (each for each in ()),
             1,
             {},
-            "replay: there is no request: the trace is a generator that has nothing left; one",
+            "replay: there is no request: the trace is a generator that has nothing left: it",
         ),
         (ONE, 0, {}, "replay: engines must be at least one, got none"),
         (ONE, 1, {"concurrency": 0}, "replay: concurrency must be an integer of at least 1, or None, got 0"),

@@ -35,7 +35,7 @@ def test_the_ready_line_without_stores_has_no_stores_key():
 
 
 def test_stores_cannot_be_given_with_a_harness_or_with_roles():
-    with harness_of() as kv, pytest.raises(ValueError, match=r"the one that is given has its own$"):
+    with harness_of() as kv, pytest.raises(ValueError, match=r"the given harness has its own$"):
         KvServer(kv, stores=STORES)
     with pytest.raises(ValueError, match=r"a store below engines of P/D pairs was not recorded; give roles or stores$"):
         KvServer(roles={"prefill": 1, "decode": 1}, stores=STORES)
