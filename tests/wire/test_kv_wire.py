@@ -171,7 +171,7 @@ def test_arguments_that_duplicate_fields_of_a_router_event_are_refused(options, 
         "'session_id'?")),
         ({5: "s"}, TypeError, "extra must map names of fields to values, got the name 5"),
         (["lora_name"], TypeError, "extra must map names of fields to values, or be None, got ['lora_name']"),
-        ({"block_hashes": [2]}, EncodeError, "event 0 of the batch: extra['block_hashes']: the event has this field itself"),
+        ({"block_hashes": [2]}, EncodeError, "event 0 of the batch: extra['block_hashes']: the event has this field"),
     ],
 )  # fmt: skip
 def test_an_extra_field_of_no_dialect_is_refused(extra, error, message):
