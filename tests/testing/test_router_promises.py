@@ -212,7 +212,7 @@ class LastFirst(Places):
 
 
 class DrawsAnew(RightRouter):
-    """Takes another seed for each new router; the seeds are the same in each run, as one in twenty pairs picks alike."""
+    """Takes another seed for each new router: the same ones in each run, as one pair of seeds in twenty picks alike."""
 
     seeds = count()
 
