@@ -11,10 +11,10 @@ sys.path.append(str(Path(__file__).parents[1] / "testing"))
 
 from depth import few
 from process_runs import outcome_of
-from test_router_processes import QUICK, binary, free_port
+from test_router_processes import QUICK, binary
 
 from pytest_kvmock.testing import ProcessContract
-from pytest_kvmock.testing.process.router_process import ProcessEnded
+from pytest_kvmock.testing.process.router_process import ProcessEnded, free_port
 
 AT_ONCE = ("--worker-startup-check-interval", "1")
 STARTS = 6  # how many times its timeout the start may take
@@ -30,7 +30,7 @@ class OfOthers(ProcessContract):
 
     def started(self, name, *options):
         command = [binary(name), *(["launch"] if name == "sglang-router" else []), "--host", "127.0.0.1"]
-        return [*command, "--port", str(self.engines.port), "--prometheus-port", free_port(), *options]
+        return [*command, "--port", str(self.engines.port), "--prometheus-port", str(free_port()), *options]
 
     def ready(self, process):
         url = f"http://127.0.0.1:{self.engines.port}"

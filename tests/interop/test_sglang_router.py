@@ -4,7 +4,6 @@ It receives no events. The engines hold requests, because sequential requests wo
 """
 
 import shutil
-import socket
 import subprocess
 import sys
 from collections import Counter
@@ -22,6 +21,7 @@ from served import complete as complete_at
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.engines.backends import speaker_of
 from pytest_kvmock.servers import KvServer
+from pytest_kvmock.testing.process.router_process import free_port
 from pytest_kvmock.wire import find_dialect
 
 BINARY = shutil.which("sglang-router", path=str(Path(sys.executable).parent))
@@ -29,11 +29,6 @@ if BINARY is None:
     pytest.skip("needs sglang-router (dependency group sglang-router)", allow_module_level=True)
 
 DIALECT = "sglang-0.5.23"
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 def complete(url, text):

@@ -4,7 +4,6 @@ Engines are warmed directly, so the router can learn only from their events whic
 """
 
 import shutil
-import socket
 import subprocess
 import sys
 from contextlib import contextmanager
@@ -19,6 +18,7 @@ from served import call, complete
 from pytest_kvmock import EngineProfile, RouterHarness
 from pytest_kvmock.engines.backends import served_by
 from pytest_kvmock.servers import KvServer
+from pytest_kvmock.testing.process.router_process import free_port
 from pytest_kvmock.wire import find_dialect
 from pytest_kvmock.wire.codec.table import known_dialects
 
@@ -43,11 +43,6 @@ CANNOT_READ = {
     "sglang-0.5.22": "missing KV event field: lora_name",
     "sglang-0.5.23": "missing KV event field: lora_name",
 }
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 @contextmanager

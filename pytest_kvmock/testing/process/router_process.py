@@ -78,7 +78,7 @@ class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it also has at
     def at_a_port(cls, engines: Sequence[ServedEngine], model: str, block_size: int) -> ServedEngines:
         """Return engines with a free port."""
         found = cls(engines)
-        found.port, found.model, found.block_size = _free_port(), model, block_size
+        found.port, found.model, found.block_size = free_port(), model, block_size
         return found
 
     def of(self, role: str) -> list[ServedEngine]:
@@ -100,7 +100,7 @@ class ServedEngines(tuple[ServedEngine, ...]):  # noqa: SLOT001 - it also has at
         return [each.url for each in self]
 
 
-def _free_port() -> int:
+def free_port() -> int:
     """Return a port without a listener. It is below the ephemeral ports, which may be taken before use."""
     while True:
         port = secrets.choice(_PORTS)
