@@ -82,11 +82,11 @@ def test_the_types_of_public_fixtures_have_public_names():
     """For a fixture that makes things, the type made; its name is at the root or in the module of its subject."""
     functions = [each for module in MODULES for each in ast.parse(inspect.getsource(module)).body]
     given = {each.name: ast.unparse(each.returns) for each in functions if getattr(each, "name", "") in FIXTURES}
-    assert set(FIXTURES) == set(given)
+    assert set(given) == set(FIXTURES)
     names = {name for annotation in given.values() for name in re.findall(r"\w+", annotation)}
     modules = [importlib.import_module(f"pytest_kvmock.{name}") for name in SUBJECTS]
     public = {*pytest_kvmock.__all__}.union(*(module.__all__ for module in modules))
-    assert set() == names - {"Any", "Callable", "Iterator", "Sequence", "str"} - public
+    assert names - {"Any", "Callable", "Iterator", "Sequence", "str"} - public == set()
 
 
 @pytest.mark.parametrize("name", SUBJECTS)

@@ -205,12 +205,12 @@ def test_a_long_module_states_its_one_subject():
 def test_no_module_is_too_short_unless_it_only_reexports_or_is_listed():
     short = {name for name in MODULES if lines_of(name) < LEAST_LINES and not is_a_reexport(name)}
     rest = {name for name in short if MODULES[name].stem not in {"__init__", *SHORT_ON_PURPOSE}}
-    assert set() == rest
+    assert rest == set()
 
 
 def test_two_modules_share_a_name_only_if_their_folders_distinguish_them():
     names = Counter(path.stem for path in MODULES.values() if path.stem != "__init__")
-    assert set() == {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS
+    assert {name for name, count in names.items() if count > 1} - TOLD_APART_BY_FOLDERS == set()
 
 
 def test_the_package_has_ten_doors():
@@ -404,7 +404,7 @@ BUDGET_SLACK = 100
 
 
 def test_every_storey_with_a_budget_has_modules():
-    assert set(STOREYS) == {storey_of(path) for path in MODULES.values()}
+    assert {storey_of(path) for path in MODULES.values()} == set(STOREYS)
 
 
 def test_other_modules_import_the_block_manager_only_by_its_door(graph):
@@ -415,7 +415,7 @@ def test_other_modules_import_the_block_manager_only_by_its_door(graph):
         for other in others
         if other.startswith(inside) and not name.startswith(door)
     }
-    assert set() == over_the_wall, f"import it from {door}, which has the names that are for others"
+    assert over_the_wall == set(), f"import it from {door}, which has the names that are for others"
 
 
 def test_a_door_has_tests_under_its_name():
@@ -423,7 +423,7 @@ def test_a_door_has_tests_under_its_name():
     rooms = {path.relative_to(HOME).parts[0].removesuffix(".py") for path in MODULES.values()}
     tested = {path.stem.removeprefix("test_") for path in tests.glob("test_*.py")}
     tested |= {path.name for path in tests.iterdir() if any(path.glob("**/test_*.py"))}
-    assert set(WITHOUT_TESTS) == rooms - tested, "a door has a folder tests/DOOR, or a file tests/test_DOOR.py"
+    assert rooms - tested == set(WITHOUT_TESTS), "a door has a folder tests/DOOR, or a file tests/test_DOOR.py"
 
 
 WITHOUT_TESTS = {

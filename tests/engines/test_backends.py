@@ -320,4 +320,4 @@ def test_backend_names_are_known_only_inside_their_innermost_registration():
 def test_an_exception_ends_a_registration():
     with pytest.raises(OSError, match="x"), registered({"mine": MINE}):
         raise OSError("x")
-    assert dict(BACKENDS) == known_backends()
+    assert known_backends() == dict(BACKENDS)

@@ -31,7 +31,7 @@ def test_a_copy_is_published_when_it_ends_and_a_load_when_it_begins():
     worker, prompt = kv.worker(0), list(range(30))
     worker.serve(prompt)
     assert tiers_of(kv, prompt) == {DEVICE: 7}
-    assert set() == {*worker.manager.resident(HOST)}
+    assert {*worker.manager.resident(HOST)} == set()
     worker.tick(7.0)
     assert len(worker.manager.resident(HOST)) == 7
     worker.manager.evict(80)
@@ -179,7 +179,7 @@ def test_a_test_can_fill_the_storage_and_lose_blocks_of_it():
     with worker.prefill(prompt) as request:
         assert request.cached_tokens == 20
     worker.storage.lose(prompt)
-    assert set() == worker.storage.blocks
+    assert worker.storage.blocks == set()
     worker.tick(100.0)  # copies of computed blocks are written
     assert len(worker.storage.blocks) == 5
     kv.assert_in_sync()
@@ -193,7 +193,7 @@ def test_a_clear_keeps_the_storage_and_each_harness_has_its_own():
     assert kv.worker(0).serve(range(30)).cached_tokens == 28
     kv.assert_in_sync()
     other = RouterHarness(kv.profile, backend="sglang")
-    assert set() == other.worker(0).storage.blocks
+    assert other.worker(0).storage.blocks == set()
 
 
 @pytest.mark.parametrize(

@@ -471,7 +471,7 @@ def test_a_removal_from_the_wrong_worker_is_found_at_its_event(make_kv):
 def test_an_index_that_matches_by_content_alone_drifts_at_the_first_chain(make_kv):
     kv = make_kv(index=MatchesByContentAlone())
     chain(kv, 1)
-    assert set() == shown(kv)
+    assert shown(kv) == set()
     chain(kv, 2, 3)
     assert shown(kv) == {"index_drift"}
     assert kv.events.errors[0].event_id == 1
@@ -520,7 +520,7 @@ def test_each_wrong_index_is_found_by_traffic(make_kv, kind, sync):
     assert errors
     assert {"index_drift", "index_failure"} >= {problem.rule for problem in errors}
     if sync == "end" and kind is not RaisesOnce:  # an exception is reported at once
-        assert set() == before_the_end
+        assert before_the_end == set()
     else:
         assert set() < before_the_end
 

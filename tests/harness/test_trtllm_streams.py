@@ -193,7 +193,7 @@ def spoilt(change):
 
 
 def test_the_unchanged_stream_breaks_no_rule():
-    assert set() == spoilt(list)
+    assert spoilt(list) == set()
 
 
 @pytest.mark.parametrize("kind", [Stored, Removed, Updated])

@@ -81,7 +81,7 @@ def test_the_client_answers_like_an_index_of_sets_or_reads_nothing(fleet, client
     assert fleet.harness.events.removed
     if decodes(kv_dialect, RELEASE, engine):
         expected = fleet.settle(client)
-        assert set(WORKERS) == {worker for answer in expected for worker in answer}
+        assert {worker for answer in expected for worker in answer} == set(WORKERS)
     else:
         batches = sum(publisher.batches() for publisher in fleet.publishers)
         fleet.publishers[0].settle(lambda: client.log_text().count(FAILED) >= batches, timeout=PATIENCE)

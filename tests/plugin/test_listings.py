@@ -13,7 +13,7 @@ from pytest_kvmock.plugin.report import AS_READ
 
 
 def test_the_profile_keys_are_the_fields_of_the_profile():
-    assert list(PROFILE_KEYS) == list(EngineProfile.__dataclass_fields__)
+    assert list(EngineProfile.__dataclass_fields__) == list(PROFILE_KEYS)
 
 
 # ---------------------------------------------------------------------------------------------------- header

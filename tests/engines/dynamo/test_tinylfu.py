@@ -65,7 +65,7 @@ def estimate(tracker, key):
 
 
 def test_the_plain_hash_function_gives_the_recorded_hashes():
-    assert list(HASHES) == [xxh3_of_16_bytes(KEY, seed) for seed in range(4)]
+    assert [xxh3_of_16_bytes(KEY, seed) for seed in range(4)] == list(HASHES)
     assert xxh3_64_intdigest(KEY.to_bytes(16, "little")) == HASHES[0]
 
 

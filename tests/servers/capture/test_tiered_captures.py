@@ -68,7 +68,7 @@ def test_a_late_fault_causes_no_unattributed_problem(tmp_path):
     for seed in SEEDS:
         world = tiered(tmp_path / f"{seed}", seed, fault=doubled)
         world.found()
-        assert set() == {problem.rule for problem in world.kv.events.errors if problem.fault is None}
+        assert {problem.rule for problem in world.kv.events.errors if problem.fault is None} == set()
 
 
 @pytest.mark.parametrize("seed", SEEDS)
