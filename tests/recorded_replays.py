@@ -84,7 +84,7 @@ def check_summary(expected, report):
     exact = {key: value for key, value in expected.items() if not key.startswith(("mean_", "std_"))}
     assert exact == {key: actual[key] for key in exact}
     for key in expected.keys() - exact.keys():
-        assert expected[key] == pytest.approx(actual[key], rel=1e-9, abs=1e-9), key
+        assert actual[key] == pytest.approx(expected[key], rel=1e-9, abs=1e-9), key
 
 
 def check_run(case, version, backend="lineage", *, watched=False, semantics=None):

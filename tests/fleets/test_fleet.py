@@ -112,8 +112,8 @@ def test_a_router_without_apply_gives_the_same_run_as_one_with_apply(backend):
     expected = plain.run(trace(120))
     for fleet in (told, watched):
         report = fleet.run(trace(120))
-        assert (expected.picks, expected.per_request()) == (report.picks, report.per_request())
-        assert expected.rows() == report.rows()
+        assert (report.picks, report.per_request()) == (expected.picks, expected.per_request())
+        assert report.rows() == expected.rows()
     assert any(isinstance(each.data, Removed) for each in hearing.heard)
     for worker in range(3):
         ids = [each.event_id for each in hearing.heard if each.worker_id == worker]

@@ -36,7 +36,7 @@ def changed(body, returns="object"):
     ],
 )
 def test_each_place_of_a_line_has_its_mutants(line, expected):
-    assert sorted(expected) == sorted(changed(line))
+    assert sorted(changed(line)) == sorted(expected)
 
 
 @pytest.mark.parametrize(

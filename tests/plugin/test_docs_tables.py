@@ -310,8 +310,8 @@ def test_every_argument_of_an_engine_is_listed_with_its_default():
     rows = dict(re.findall(r"^\| `(\w+)` \| (?:`([^`]*)`|[^`]*?) \| .* \|$", text, re.MULTILINE))
     shown = {name: ast.literal_eval(value) for name, value in rows.items() if value}
     expected, options = defaults_of(MockEngineArgs), {**asdict(SglangArgs().filled(64))}
-    assert [*expected, *options] == list(rows)
-    assert {**expected, **{name: value for name, value in options.items() if name != "page_size"}} == shown
+    assert list(rows) == [*expected, *options]
+    assert shown == {**expected, **{name: value for name, value in options.items() if name != "page_size"}}
 
 
 def test_the_traits_table_agrees_with_the_workers():

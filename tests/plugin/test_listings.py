@@ -38,7 +38,7 @@ def test_the_header_names_settings_that_differ_from_the_default(nested, args, in
     result = nested("def test(): pass", *args, files={"pytest.ini": f"[pytest]\n{ini}\n"})
 
     lines = [line for line in result.outlines if line.startswith("kvmock:")]
-    assert (expected is not None) == bool(lines)
+    assert bool(lines) == (expected is not None)
     if expected is not None:
         result.stdout.fnmatch_lines([expected])
 

@@ -122,7 +122,7 @@ def test_the_matrix_has_the_documented_precedence(command_line, markers, ini, ex
     command_line = {"backends": command_line} if command_line else {}
     ini = {"backends": ini} if ini else {}
 
-    assert tuple(expected) == resolve_matrix(KNOWN, DEFAULT, command_line, markers, ini)
+    assert resolve_matrix(KNOWN, DEFAULT, command_line, markers, ini) == tuple(expected)
 
 
 # ---------------------------------------------------------------------------------------------------- profile

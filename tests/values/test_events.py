@@ -155,7 +155,7 @@ def test_events_with_a_different_worker_rank_tier_or_id_are_not_equal():
 )
 def test_the_json_form_equals_that_of_dynamo(expected, event):
     assert event.to_json() == expected
-    assert json.loads(expected) == event.to_dict()
+    assert event.to_dict() == json.loads(expected)
 
 
 u64 = st.integers(0, U64)

@@ -383,7 +383,7 @@ def test_rows_equal_the_blocks_of_prompt_and_output(runs, size, output, data):
         [whole[at : at + size] for at in range(start * size, end * size, size)],
     )
     assert expected == list(rows) == rows == deepcopy(rows)
-    assert (len(expected), repr(expected)) == (len(rows), repr(rows))
+    assert (len(rows), repr(rows)) == (len(expected), repr(expected))
     first, last = sorted(data.draw(st.tuples(st.integers(0, len(rows)), st.integers(0, len(rows)))))
     assert expected[first:last] == rows[first:last] == rows.part(first, last)
     assert [rows[at] for at in range(len(rows))] == expected

@@ -7,6 +7,7 @@ agree with msgspec.
 import random
 import sys
 import time
+from math import isfinite
 
 import msgspec
 
@@ -15,7 +16,7 @@ from pytest_kvmock.values.prompt_keys import hash_options
 from pytest_kvmock.values.tokens import windows_of
 from pytest_kvmock.wire import DIALECTS, Batch, decode, encode
 from pytest_kvmock.wire.codec.batch import Decoded
-from pytest_kvmock.wire.codec.decoding import _Decoder, _split_carefully
+from pytest_kvmock.wire.codec.decoding import _Decoder, _note_timestamp, _split_carefully
 from pytest_kvmock.wire.codec.structs import structs_of
 
 NAMES = list(DIALECTS)
@@ -105,6 +106,8 @@ def careful(payload, name):
     reader = _Decoder(row, structs_of(row), payload, worker_id=0, dp_rank=0, first_event_id=0)
     reader._events = _split_carefully(payload, out)
     reader._add_all([None] * len(reader._events), out)
+    if out.timestamp is not None and not isfinite(out.timestamp):  # `decode` does this after either reader
+        _note_timestamp(out)
     return out
 
 

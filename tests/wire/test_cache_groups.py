@@ -151,7 +151,7 @@ def test_an_event_that_is_neither_sparse_nor_a_location_is_reported_and_dropped(
 
     (problem,) = decoded.problems
     assert decoded.events == []
-    assert (defect, expected, observed, False) == (problem.name, problem.expected, problem.observed, problem.is_kept)
+    assert (problem.name, problem.expected, problem.observed, problem.is_kept) == (defect, expected, observed, False)
 
 
 def test_a_sparse_stored_and_a_location_keep_their_extra_data_over_the_wire():

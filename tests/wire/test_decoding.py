@@ -164,7 +164,7 @@ def test_a_bad_event_is_reported_and_the_good_events_are_kept(name, event, *, de
     (problem,) = decoded.problems
 
     kept = problem.is_kept
-    assert WireProblem(WireDefect(defect), 1, field, observed, expected, is_kept=kept) == problem
+    assert problem == WireProblem(WireDefect(defect), 1, field, observed, expected, is_kept=kept)
     assert (
         (defect == "unknown_field" and field is not None) or (field == "extra_keys" and defect == "span_mismatch")
     ) == kept
@@ -221,7 +221,7 @@ def test_defects_that_exist_only_in_raw_bytes_are_reported(name, event, *, defec
     if defect == "unknown_tag":
         assert problem.name in (WireDefect.NESTED_TOO_DEEPLY, WireDefect.UNKNOWN_TAG)
     else:
-        assert WireProblem(WireDefect(defect), 1, field, observed, expected) == problem
+        assert problem == WireProblem(WireDefect(defect), 1, field, observed, expected)
     assert [each.event.event_id for each in decoded.events] == [0, 2]
 
 
@@ -268,12 +268,12 @@ def test_a_bad_batch_is_reported_and_its_events_are_kept(payload, defect, *, fie
     decoded = decode(payload, ARRAY)
     problem = decoded.problems[0]
 
-    assert (WireDefect(defect), field, expected, observed) == (
+    assert (
         problem.name,
         problem.field,
         problem.expected,
         problem.observed,
-    )
+    ) == (WireDefect(defect), field, expected, observed)
     assert events == len(decoded.events)
     if events:
         assert [problem] == decoded.problems

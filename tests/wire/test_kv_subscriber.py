@@ -494,7 +494,7 @@ def test_unreadable_events_are_reported_at_their_place_in_the_stream(where):
     ) as world:
         publish_some_unreadable(world.publisher, 4, tags)
         world.receive(1)
-        assert [(place, range(1), text) for place, text in expected] == heard
+        assert heard == [(place, range(1), text) for place, text in expected]
         assert [*range(4 - len(tags))] == [event.event.event_id for event in world.events]  # and no gap
         assert ([], len(tags)) == (world.subscriber.lost, len(world.subscriber.problems))
 

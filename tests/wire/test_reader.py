@@ -113,7 +113,7 @@ def test_a_value_nested_too_deeply_is_reported_and_the_next_value_is_read(one, o
     while not isinstance(found, Unreadable):
         found = found[0] if isinstance(found[0], (list, Unreadable)) else found[0][1]
     expected = f"at most {MOST_DEPTH} in each other"
-    assert Unreadable(WireDefect.NESTED_TOO_DEEPLY, f"{observed} in {MOST_DEPTH} others", expected) == found
+    assert found == Unreadable(WireDefect.NESTED_TOO_DEEPLY, f"{observed} in {MOST_DEPTH} others", expected)
     assert after == 5
 
 

@@ -101,4 +101,4 @@ def test_an_invalid_v2_field_is_reported(field, wrong, expected):
     rows[0][field] = wrong
     problems = []
     assert read_events(json.dumps(rows).encode(), 0, problems) == ([], 1)
-    assert [(field, expected)] == [(problem.field, problem.expected) for problem in problems]
+    assert [(problem.field, problem.expected) for problem in problems] == [(field, expected)]

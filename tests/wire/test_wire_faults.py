@@ -165,7 +165,7 @@ def test_unknown_tag_and_extra_field_change_a_sent_batch_and_its_replay(dialect)
             assert None is outcome
         else:
             ((sent,), kept, _) = outcome
-            assert (sent, [5.0, expected, 0]) == (kept, msgspec.msgpack.decode(sent.payload))
+            assert (kept, msgspec.msgpack.decode(sent.payload)) == (sent, [5.0, expected, 0])
 
 
 STORED = {

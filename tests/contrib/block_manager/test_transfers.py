@@ -222,7 +222,7 @@ def test_a_block_that_is_both_source_and_destination_is_refused(managers):
             with pytest.raises(TransferError) as raised:
                 use()
             expected = "Duplicate entries in source and destination list: block 1 of set 1 of worker 0 is in both"
-            assert expected + more == str(raised.value)
+            assert str(raised.value) == expected + more
     assert payloads(mine) == [b"kv\0", b"kv\1", b"kv\2"]
 
 

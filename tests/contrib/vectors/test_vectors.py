@@ -169,7 +169,7 @@ def test_vector_prompts_carry_the_keys_that_the_dialect_can_express(vectors, dia
     sets = {each["name"]: each for each in about_of(vectors, dialect)["sets"]}
     expected = KEYS.get(dialect.removesuffix("-bytes"), ALL_KEYS)
     assert sets.get("keys", {}).get("keys", []) == expected
-    assert bool(expected) == (vectors / dialect / "keys").exists()
+    assert (vectors / dialect / "keys").exists() == bool(expected)
     if expected:
         queries = lines(vectors / dialect / "keys" / "queries.jsonl")
         assert {name for query in queries for name in query["keys"]} == {*expected}

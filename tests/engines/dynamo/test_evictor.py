@@ -28,7 +28,7 @@ def test_the_slot_with_the_lowest_key_is_evicted_first(steps, gone):
         do = {"<": evictor.push_front, "-": evictor.remove}.get(step[0], evictor.insert)
         do(int(step.lstrip("<-")))
     expected = [int(item) for item in gone.split()]
-    assert (len(expected), expected) == (len(evictor), list(evictor))
+    assert (len(evictor), list(evictor)) == (len(expected), expected)
     assert [evictor.evict() for _ in range(len(expected) + 1)] == [*expected, None]
     assert len(evictor) == 0
 

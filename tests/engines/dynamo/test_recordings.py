@@ -40,7 +40,7 @@ def test_a_recorded_program_gives_the_recorded_answers_events_and_counts(recordi
                 assert before == state_of(player.manager), where
             else:
                 assert player.play(operation) == expected, where
-                assert expected[4] == len(player.manager.inactive_blocks()), where
+                assert len(player.manager.inactive_blocks()) == expected[4], where
 
 
 RESTORED = ("evicted_and_restored", None)

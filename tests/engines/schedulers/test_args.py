@@ -441,7 +441,7 @@ def test_replace_keeps_the_block_size_unless_it_is_0():
 def test_semantics_and_event_visibility_have_defaults_by_engine_type(expected, given):
     args = MockEngineArgs(**given)
     assert (args.scheduler_semantics, args.events_visible_at) == expected
-    assert PolynomialModel("1.2.1" if expected[0] == "1.2.1" else "1.6.1") == args.performance
+    assert args.performance == PolynomialModel("1.2.1" if expected[0] == "1.2.1" else "1.6.1")
 
 
 @pytest.mark.parametrize("gone", ["1.2.1", "1.3.1"])
@@ -524,7 +524,7 @@ def test_the_reasoning_ratio_sets_the_number_of_thinking_tokens(expected, output
     assert config.num_thinking_tokens(output) == expected
     tokens = [config.token_at(position, output) for position in range(output)]
     thinking = [7, *[None] * (expected - 2), 9] if expected else []
-    assert [*thinking, *[None] * (output - expected)] == tokens
+    assert tokens == [*thinking, *[None] * (output - expected)]
 
 
 # ---------------------------------------------------------------------------------------------------------- of a
@@ -535,7 +535,7 @@ def test_a_profile_sets_sizes_and_leaves_other_fields_at_their_defaults():
     profile = EngineProfile(block_size=8, num_blocks=40, workers=3, dp_size=2, prefix_caching=False, seed=5)
     expected = MockEngineArgs(num_gpu_blocks=40, block_size=8, enable_prefix_caching=False, dp_size=2)
     assert MockEngineArgs.from_profile(profile) == expected
-    assert expected.replace(preemption_mode="fifo") == MockEngineArgs.from_profile(profile, preemption_mode="fifo")
+    assert MockEngineArgs.from_profile(profile, preemption_mode="fifo") == expected.replace(preemption_mode="fifo")
 
 
 def test_arguments_override_the_defaults_of_a_profile():

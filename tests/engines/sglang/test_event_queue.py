@@ -23,7 +23,7 @@ def test_two_consecutive_stored_are_merged_only_if_the_second_continues_the_firs
     for stored in (FIRST, then):
         queue.stored(*stored)
     taken = [(event.data.block_hashes, event.data.tokens_hashes, event.token_ids) for event in queue.take()]
-    assert (expected or [FIRST[1:4], then[1:4]]) == taken
+    assert taken == (expected or [FIRST[1:4], then[1:4]])
 
 
 def test_events_of_one_kind_are_not_merged_across_an_event_of_another_kind():

@@ -321,7 +321,7 @@ def test_names_of_blocks_of_several_units_are_checked_by_unit(unit):
         is_block = len(token_ids[0]) == manager.block_size if token_ids else False  # and no tail
         if type(data) is Stored and is_block and group_of(extra) == len(manager.geometry.groups) - 1:
             expected = chain.expected(data, token_ids, len(token_ids[0]), extra)
-            assert tuple(expected) == data.block_hashes
+            assert data.block_hashes == tuple(expected)
             other = [(999, *tokens[1:]) for tokens in token_ids]
             assert set(chain.expected(data, other, len(token_ids[0]), extra)).isdisjoint(expected)
             chain.expected(data, token_ids, len(token_ids[0]), extra)

@@ -69,8 +69,8 @@ def check(run, report):
     columns = {column for row in run["per_request"] for column in row}
     expected = [{column: row.get(column) for column in columns} for row in run["per_request"]]
     rows = [{column: row[column] for column in columns} for row in report.per_request()]
-    assert by_text([tuple(sorted(row.items())) for row in expected]) == by_text(
-        [tuple(sorted(row.items())) for row in rows]
+    assert by_text([tuple(sorted(row.items())) for row in rows]) == by_text(
+        [tuple(sorted(row.items())) for row in expected]
     )
 
 

@@ -95,9 +95,9 @@ def test_the_ledger_finds_what_a_plain_model_finds(residency, stream):
             found.setdefault(problem.rule, []).extend(problem.blocks)
         expected = plain.observe(data)
         for rule in ("over_capacity", "evicted_and_restored", "orphaned_child"):
-            assert expected.get(rule) == (sorted(found[rule]) if rule in found else None), (rule, number)
+            assert (sorted(found[rule]) if rule in found else None) == expected.get(rule), (rule, number)
         if not any(rule in found for rule in ("invalid_block", "parent_block_not_found")):
-            assert ("duplicate_store" in expected) == ("duplicate_store" in found)
+            assert ("duplicate_store" in found) == ("duplicate_store" in expected)
         assert plain.copies.total() == known.count(StorageTier.DEVICE)
         assert +plain.copies == Counter(
             {block: 1 + known.copies.get(StorageTier.DEVICE, {}).get(block, 0) for block in known.device}

@@ -45,8 +45,8 @@ def test_a_worker_gives_the_same_answers_as_dynamos(run):
             continue
         expected, answer = recorded_answer(step["answer"]), index.get_events_in_id_range(*step["ask"])
         if isinstance(expected, TreeDump):
-            assert (TreeDump, expected.last_event_id) == (type(answer), answer.last_event_id)
-            assert built_by(expected.events) == built_by(answer.events)
+            assert (type(answer), answer.last_event_id) == (TreeDump, expected.last_event_id)
+            assert built_by(answer.events) == built_by(expected.events)
         else:
             assert answer == expected
 
