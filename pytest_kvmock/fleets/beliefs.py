@@ -365,7 +365,11 @@ class Beliefs:
             self._check_names("overlap_by_owner", each, request, now_ms)
         if self._untold:
             return None
-        return self._owners.compare(request, answer, self._may_be_left_out, self._noticed)
+        return self._owners.compare(request, answer, self._may_be_unloaded, self._noticed)
+
+    def _may_be_unloaded(self, worker: Worker) -> bool:
+        """Whether a router may promise a worker nothing of a store: it may be left out, or is not there."""
+        return worker not in self._book.loads or self._may_be_left_out(worker)
 
     @property
     def promises(self) -> Sequence[OwnerPromise]:

@@ -16,6 +16,7 @@ from pytest_kvmock.fleets.report.rows import OwnerPromise
 from pytest_kvmock.fleets.routing.routing import id_of
 from pytest_kvmock.oracle.index.owners import first_wrong_promise
 from pytest_kvmock.values.checks import is_integer, unknown_text
+from pytest_kvmock.values.events import StorageTier
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
@@ -68,8 +69,8 @@ class OwnerBeliefs:
         Args:
             request: the request.
             said: the promised blocks that each worker can load, by store.
-            is_left_out: whether a worker may be left out.
-            noticed: blocks on the devices, by an index that notices unannounced restarts.
+            is_left_out: whether a worker may be promised nothing.
+            noticed: blocks on the devices of workers that restarted unannounced, by an index that notices it.
         """
         self.promises.append(OwnerPromise(request.now_ms, request.number, said))
         reference, has_ranks = self._knowledge.reference, self._knowledge.has_ranks
@@ -82,10 +83,11 @@ class OwnerBeliefs:
             there: Iterable[Worker] = tiers.get(spec.tier, {}) if has_ranks else spec.workers
             promised = said.get(spec.name, {})
             return [
-                each for each in there if id_of(each) in spec.workers and (each in promised or not is_left_out(each))
+                each for each in there if id_of(each) in spec.workers and (promised.get(each) or not is_left_out(each))
             ]
 
-        wrong = first_wrong_promise(reference.stores, tiers, said, loaders, [noticed])
+        device = {**tiers.get(StorageTier.DEVICE, {}), **noticed}
+        wrong = first_wrong_promise(reference.stores, tiers, said, loaders, [device])
         if wrong is None:
             return None
         whole = len(request.local_hashes)

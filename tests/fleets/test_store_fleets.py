@@ -120,6 +120,42 @@ def test_a_wrong_promise_of_a_store_is_reported_with_the_expected_one():
     assert belief.expected == "8: all workers of it can load the same"
 
 
+class CountsFromTheFirstBlock(OfOwners):
+    """Promises what a store holds, on top of what is on the device."""
+
+    def overlap_by_owner(self, request):
+        found = super().overlap_by_owner(request)["disk"]
+        return {"disk": dict.fromkeys((0, 1), max(found.values(), default=0))}
+
+
+def test_blocks_of_a_device_are_not_promised_again_from_a_store():
+    for router, expected in ((OfOwners(), []), (CountsFromTheFirstBlock(), ["at most 4"])):
+        fleet = fleet_of(router)
+        serve(fleet, 0, PROMPTS[:1])
+        fleet.engines[1].submit([*PROMPTS[0][: 4 * SIZE], 7], 1)
+        fleet.engines[1].run()
+        assert [belief.expected for belief in fleet.run(asked(PROMPTS[:1])).beliefs] == expected
+
+
+class KnowsWhoIsThere(OfOwners):
+    def overlap_by_owner(self, request):
+        there = self.workers()
+        return {"disk": {key: n for key, n in super().overlap_by_owner(request)["disk"].items() if key in there}}
+
+
+class SaysNoneOfTheAbsent(OfOwners):
+    def overlap_by_owner(self, request):
+        return {"disk": super().overlap_by_owner(request)["disk"] | {3: 0}}
+
+
+@pytest.mark.parametrize("router", [OfOwners, KnowsWhoIsThere, SaysNoneOfTheAbsent])
+def test_a_worker_of_a_store_that_is_not_there_may_be_promised_nothing(router):
+    stores = {"disk": {"kind": "files", "workers": [0, 1, 3]}}
+    fleet = fleet_of(router(stores=stores), stores=stores)
+    serve(fleet, 0)
+    assert not fleet.run(asked()).beliefs
+
+
 class LeavesItOut(OfOwners):
     def overlap_by_owner(self, request):
         return {}

@@ -108,6 +108,32 @@ def test_a_wrong_index_is_found(kind, make):
     assert {problem.rule for problem in errors} <= {"index_drift", "index_failure"}
 
 
+class CreditsAllRanks(RadixIndex):
+    """Knows that each worker has two ranks, and that any of them can load from the store."""
+
+    def find_tiered(self, local_hashes, **more):
+        found = super().find_tiered(local_hashes, **more)
+        pool = found.get(StorageTier.EXTERNAL, {})
+        if pool:
+            most = max(pool.values()) + self.more
+            found[StorageTier.EXTERNAL] = {(worker, rank): most for worker in (0, 1) for rank in (0, 1)} | pool
+        return found
+
+
+@pytest.mark.parametrize(("more", "rules"), [(0, set()), (1, {"index_drift"})])
+def test_a_rank_that_has_published_nothing_may_be_promised_what_the_others_can_load(more, rules):
+    index = CreditsAllRanks(count_copies=True, clears_below=False, stores=STORES["mooncake"])
+    index.more = more
+    profile = EngineProfile(block_size=4, num_blocks=12, workers=2, dp_size=2)
+    kv = RouterHarness(profile, "vllm", index, stores=STORES["mooncake"])
+    worker = kv.worker(0, dp_rank=1)
+    for prompt in PROMPTS:
+        worker.serve(prompt)
+        worker.tick(worker.now + 20)
+    kv.overlap(PROMPTS[0], tier=None)
+    assert {error.rule for error in kv.judge().errors} == rules
+
+
 def test_an_index_that_credits_a_store_block_to_its_publisher_is_found():
     errors = played("mooncake", RadixIndex, told=False).errors
     assert {problem.rule for problem in errors} == {"index_drift"}

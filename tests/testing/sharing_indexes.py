@@ -15,7 +15,9 @@ def sharing(kind, stores=STORES, backends=("vllm",)):
 
     def make_index(self):
         traits = self.traits
-        return kind(stores=stores, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below)
+        return kind(
+            stores=self.stores, count_copies=traits.copies, chunk=traits.chunk, clears_below=traits.clears_below
+        )
 
     return type(kind.__name__, (IndexContract,), {"make_index": make_index, "stores": stores, "backends": backends})
 

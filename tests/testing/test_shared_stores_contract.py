@@ -1,7 +1,9 @@
 """`IndexContract.stores`: right indexes pass, and each wrong one is found by name."""
 
+from contextlib import suppress
+
 import pytest
-from contract_runs import failure_of
+from contract_runs import failure_of, names_of_tests
 from depth import each_parameter, takes_long
 from sharing_indexes import SHARED, STORES, naming, sharing
 
@@ -52,6 +54,40 @@ def test_a_right_index_of_stores_passes(make):
 def test_a_right_index_of_stores_follows_any_traffic(make, seed, monkeypatch):
     monkeypatch.setattr(store_owners, "_TRAFFIC", [(10 + seed, chunk) for chunk in (1, 2, 4)])
     assert failure_of(sharing(make), "test_it_follows_workers_that_share_a_folder") is None
+
+
+@pytest.mark.parametrize("make", [RadixIndex, LeavesStoresOut, PromisesTheFirst])
+@each_parameter
+def test_a_right_index_of_two_folders_passes(make):
+    stores = {"a": {"kind": "files", "workers": [0, 1]}, "b": {"kind": "files", "workers": [2, 3]}}
+    assert failure_of(sharing(make, stores), "test_it_follows_workers_that_share_a_folder") is None
+
+
+@takes_long
+def test_an_index_of_stores_passes_the_tests_of_lower_tiers_of_workers():
+    contract, failures = sharing(RadixIndex), {}
+    for name in names_of_tests(contract):
+        with suppress(pytest.skip.Exception):
+            failures[name] = failure_of(contract, name)
+    assert len(failures) > 80
+    assert {name: failure for name, failure in failures.items() if failure is not None} == {}
+
+
+def test_tests_that_are_not_about_stores_use_workers_of_no_store():
+    contract = sharing(RadixIndex)
+    assert failure_of(contract, "test_a_tier_goes_on_where_the_faster_ones_end") is None
+
+
+@pytest.mark.parametrize(
+    ("stores", "reason"),
+    [
+        ({}, "stores is empty: streams of workers"),
+        ({"chunks": {"kind": "lmcache", "workers": [0, 1]}}, "stores has only stores of kind 'lmcache'"),
+    ],
+)
+def test_stores_without_announced_blocks_are_not_judged(stores, reason):
+    with pytest.raises(pytest.skip.Exception, match=reason):
+        failure_of(sharing(RadixIndex, stores), "test_a_hole_ends_what_a_store_promises")
 
 
 def test_a_right_index_passes_over_engines_that_clear_lower_tiers():

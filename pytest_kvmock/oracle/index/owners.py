@@ -220,6 +220,10 @@ class Owners:
             if key not in self._gone
         ]
 
+    def _may_load(self, key: object, owned: OwnedBlocks) -> bool:
+        """Whether a key is a rank of a worker of the store, which need not have published anything."""
+        return isinstance(key, tuple) and key[0] in owned.spec.workers and key not in self._gone
+
     def allowed(
         self,
         expected: Mapping[StorageTier, dict[WorkerRank, int]],
@@ -241,10 +245,13 @@ class Owners:
             ours = {key: blocks for key, blocks in promised.items() if key[0] in owned.spec.workers}
             # An index that does not distinguish ranks answers by worker.
             found = {key: given.get(key, given.get(key[0], 0)) for key in ours}
-            theirs = {key: blocks for key, blocks in found.items() if blocks}
             depths = depths_above(tier, expected, ours)
-            if wrong_promise({key: depths[key] + blocks for key, blocks in ours.items()}, depths, theirs) is None:
-                out[tier] = {key: blocks for key, blocks in promised.items() if key not in ours} | theirs
+            ends = {key: depths[key] + blocks for key, blocks in ours.items()}
+            further = {key: blocks for key, blocks in given.items() if self._may_load(key, owned) and key not in ours}
+            ends |= dict.fromkeys(further, max(ends.values(), default=0))
+            theirs = {key: blocks for key, blocks in (found | further).items() if blocks}
+            if wrong_promise(ends, depths, theirs) is None:
+                out[tier] = {key: blocks for key, blocks in out.get(tier, {}).items() if key not in ours} | theirs
         return out
 
 

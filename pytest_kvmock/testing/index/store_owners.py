@@ -24,6 +24,10 @@ from pytest_kvmock.values.shared_stores import StoreSpec, read_stores
 from pytest_kvmock.values.tokens import Prompt
 
 _NOT_ASKED: Final = "stores is None: streams of workers that share a store were not checked"
+_NONE: Final = "stores is empty: streams of workers that share a store were not checked"
+_FAR: Final = 10_000
+"""The distance from a worker of a store to its name in tests that are not about stores."""
+
 _MOST_WORKERS: Final = 8
 _TRAFFIC: Final = ((0, 1), (1, 1), (2, 2))
 """Seeds of random traffic, and blocks of a chunk; a store holds a chunk whole or not at all."""
@@ -37,10 +41,19 @@ class SharedStores(TiersBelow):
     """The part of `IndexContract` about stores that workers share.
 
     Attributes:
-        stores: the stores, as `kvmock(stores=...)` takes them; `make_index` passes them to the index, too.
+        stores: the stores, as `kvmock(stores=...)` takes them; `make_index` passes `self.stores` to the index, too. In
+            tests that are not about stores it names workers that those tests do not use: what their workers have in a
+            lower tier is their own.
     """
 
     stores: ClassVar[Mapping[str, Any] | None] = None
+    _is_about_stores = False
+
+    def _made(self) -> Any:
+        __tracebackhide__ = True
+        if not self._is_about_stores:
+            vars(self)["stores"] = _of_others(type(self).stores)
+        return super()._made()
 
     def store_names(self, store: str, tokens: Sequence[int]) -> Sequence[int] | None:  # noqa: ARG002 - for overriders
         """Return the names by which your index looks for a prompt in a store; None (default): it computes none.
@@ -54,12 +67,13 @@ class SharedStores(TiersBelow):
         """
         return None
 
-    def _start_stores(self) -> Iterator[tuple[IndexDriver, StoreSpec]]:
-        """Start a new index for each store; skip the test if no store is declared."""
+    def _stores(self) -> list[StoreSpec]:
+        """Return the declared stores; skip the test if there is none."""
         __tracebackhide__ = True
-        if self.stores is None:
+        if not self.stores:
             self._start()
-            pytest.skip(_NOT_ASKED)
+            pytest.skip(_NOT_ASKED if self.stores is None else _NONE)
+        self._is_about_stores = True
         wrong, stores = "", {}
         try:
             stores = read_stores(self.stores)
@@ -67,7 +81,18 @@ class SharedStores(TiersBelow):
             wrong = str(error)
         if wrong:
             refuse(self, wrong)
-        for store in stores.values():
+        return [*stores.values()]
+
+    def _start_stores(self) -> Iterator[tuple[IndexDriver, StoreSpec]]:
+        """Start a new index for each store that any worker may add to; skip the test if no such store is declared.
+
+        LMCache's server is left out: a stream of it withdraws only its own announcements, of chunks.
+        """
+        __tracebackhide__ = True
+        found = [each for each in self._stores() if each.kind != "lmcache"]
+        if not found:
+            pytest.skip("stores has only stores of kind 'lmcache': events of blocks in a store were not checked")
+        for store in found:
             yield self._start_tiered(), store
 
     def _expect_store(
@@ -220,7 +245,7 @@ class SharedStores(TiersBelow):
         """With `stores` and `store_names`: an engine announces a prompt in each store by the names that the index
         computes for it. An index of other names would find nothing, like one that leaves stores out.
         """
-        judged = [store for _, store in self._start_stores() if store.kind not in ("objects", "hicache")]
+        judged = [store for store in self._stores() if store.kind not in ("objects", "hicache")]
         specs = [spec for spec in self._specs() if "tiers" in spec.options and spec.traits_at(self.block_size).copies]
         asked = 0
         for store in judged if specs else ():
@@ -267,6 +292,16 @@ class SharedStores(TiersBelow):
             f"store_names({store.name!r}): {what} in the stream; computed {_in_hex(computed)}; an engine announced "
             f"{_in_hex(announced)}, for {size} tokens"
         )
+
+
+def _of_others(stores: Any) -> Any:
+    """Return stores with other workers; what cannot be read as stores is returned unchanged."""
+    try:
+        specs = read_stores({} if stores is None else stores)
+    except ValueError:
+        return stores
+    others = {name: [_FAR + worker for worker in spec.workers] for name, spec in specs.items()}
+    return {name: {**spec.to_dict(), "workers": others[name]} for name, spec in specs.items()} or stores
 
 
 def _in_hex(names: Sequence[int]) -> str:
