@@ -1024,6 +1024,45 @@ class LenientCounts(HashIndex):
             super().apply(event)
 
 
+@INDEXES.breaks("test_a_cleared_worker_can_store_again")
+class ClearsFromTheRoot(IndexContract):
+    """Clears what a walk from the root finds: blocks behind a hole come back with the block before them."""
+
+    def make_index(self):
+        return LeavesWhatIsBehindAHole()
+
+
+class LeavesWhatIsBehindAHole(HashIndex):
+    def apply(self, event):
+        chains, copies = self.ranks.get((event.worker_id, event.event.dp_rank), ({}, {}))
+        super().apply(event)
+        if isinstance(event.event.data, Cleared):
+            held = {*chains.values()}
+            left = {
+                name: chain
+                for name, chain in chains.items()
+                if any(chain[:n] not in held for n in range(1, len(chain)))
+            }
+            self.ranks[event.worker_id, event.event.dp_rank] = left, copies
+
+
+@INDEXES.breaks("test_a_block_is_held_until_its_last_copy_is_removed")
+class KeepsCountsOverACleared(IndexContract):
+    backends = ("vllm",)
+
+    def make_index(self):
+        return ForgetsChainsAndKeepsCounts(counts=self.traits.copies)
+
+
+class ForgetsChainsAndKeepsCounts(HashIndex):
+    def apply(self, event):
+        if isinstance(event.event.data, Cleared):
+            for chains, _ in [self.ranks.get((event.worker_id, event.event.dp_rank), ({}, {}))]:
+                chains.clear()
+        else:
+            super().apply(event)
+
+
 @INDEXES.breaks("test_an_unannounced_restart_is_noticed")
 class KeepsWhatARestartedWorkerHad(Radix):
     survives = ["restart"]  # noqa: RUF012 - a list is allowed, too

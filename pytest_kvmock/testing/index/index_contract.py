@@ -382,6 +382,11 @@ class IndexContract(
             index.expect("abc", {0: 3})
             index.remove("abc", "ab", "a")
             index.expect("abc", {})
+            index.store("abc")
+            index.clear()
+            index.store("abc")
+            index.remove("abc", "ab", "a")
+            index.expect("abc", {})
 
     # -------------------------------------------------------------------------------------------- all the while
 

@@ -26,7 +26,7 @@ class WorkersThatGo(OverIndex):
         index.expect("xy", {})
 
     def test_a_cleared_worker_can_store_again(self) -> None:
-        """After a Cleared a worker stores blocks like a new one."""
+        """After a Cleared a worker stores blocks like a new one; what stood behind a hole does not come back."""
         index = self._start()
         index.store("abcd")
         index.clear()
@@ -34,6 +34,10 @@ class WorkersThatGo(OverIndex):
         index.expect("abcd", {0: 2})
         index.store("cd", after="ab")
         index.expect("abcd", {0: 4})
+        index.remove("a")
+        index.clear()
+        index.store("a")
+        index.expect("abcd", {0: 1})
 
     def test_clearing_a_worker_that_has_nothing_is_no_error(self) -> None:
         """Engines publish a Cleared at every request to clear, even of an empty cache."""
