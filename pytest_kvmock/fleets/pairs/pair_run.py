@@ -565,6 +565,7 @@ class PairRun(FleetRun):
         answer = None
         way.failed = way.failed or (phase, self.now_ms)
         self._enter(request, way, phase)
+        request.now_ms = self.now_ms
         if way.error is None and self._calls.has("leg_failed"):
             answer = yield from self._calls.hook("leg_failed", self.now_ms, request, request=request)
         if answer not in (None, "retry", "wait"):

@@ -403,6 +403,13 @@ def test_leg_failed_of_the_router_decides_whether_a_request_is_retried(answer, s
     assert held(made) == []
 
 
+def test_leg_failed_gets_the_request_with_the_present_time():
+    router, moments = Noting(), []
+    router.leg_failed = lambda request: moments.append(request.now_ms)
+    report = fleet(router, link=PairLink(lambda _: 500.0, faults={0: "fails"})).run([request()])
+    assert moments == [report.requests[0].ended_ms]
+
+
 def test_a_router_can_drop_the_parameters_of_the_decode_leg():
     router = Noting()
     router.hand_over = lambda request, parameters: None
