@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 from pytest_kvmock.engines.base.hand_over import HandOver, check_kind
@@ -137,6 +138,8 @@ class PairRun(FleetRun):
         self._is_serial = not self._handoffs.at_once
         self._ways: dict[RouterRequest, _Way] = {}
         self._request_of: dict[Handoff, RouterRequest] = {}
+        # By place, how and when a request ended that did not finish; its engine still writes to its row.
+        self._ends: dict[int, tuple[str, float]] = {}
         self.roles = RoleNotes()
         if self.beliefs is not None:
             self.beliefs.workers_of = lambda request: [
@@ -190,6 +193,9 @@ class PairRun(FleetRun):
             yield from super().run()
         except EngineDied as death:  # because of a leg's parameters
             raise RouterError(str(death), self.now_ms) from death
+        for place, (status, ended_ms) in self._ends.items():
+            row = self.requests[place] = copy(self.requests[place])  # its engine may still have a leg that only drains
+            row.status, row.ended_ms = cast("Any", status), ended_ms
 
     def check_served(self) -> None:
         """Raise if requests are left that can make no more progress; see `FleetRun.check_served`."""
@@ -594,7 +600,7 @@ class PairRun(FleetRun):
         if place is not None:
             row = self.requests[place]
             if status != "finished":
-                row.status, row.ended_ms = cast("Any", status), self.now_ms
+                self._ends[place] = status, self.now_ms
             elif request in self._first_ms and row.token_ms:
                 row.token_ms[0] = self._first_ms.pop(request)
         for phase in [each for each in PHASES if each in way.counted]:

@@ -403,6 +403,14 @@ def test_leg_failed_of_the_router_decides_whether_a_request_is_retried(answer, s
     assert held(made) == []
 
 
+def test_a_rejected_request_keeps_its_status_and_end_when_its_decode_leg_times_out():
+    # The prefill engine rejects it during a pass of the decode engine, whose leg then loads until it times out.
+    made = fleet(made=[engine_of("prefill", "vllm-mooncake", blocks=50), engine_of("decode", "vllm-mooncake")])
+    report = made.run([request(output=30), request(range(60 * SIZE), ms=60.0)])
+    assert [(each.status, each.ended_ms) for each in report.requests][1] == ("rejected", 60.0)
+    assert held(made) == []
+
+
 def test_leg_failed_gets_the_request_with_the_present_time():
     router, moments = Noting(), []
     router.leg_failed = lambda request: moments.append(request.now_ms)
