@@ -22,6 +22,7 @@ token of the decode leg. For a router that declares `holds_prefill`, it ends wit
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
@@ -53,6 +54,9 @@ ORDERS: Final = ("prefill_first", "decode_first")
 
 _HOLDING: Final = ("loading", "received", "taken up")
 """States of a leg that holds blocks but does not run."""
+
+_MOST_RETRIES: Final = 100
+"""The router's retries of one request that are taken for an endless loop."""
 
 _ANSWERS: Final = {"prefill": (DECODE_ALONE, REFUSE), "decode": (REFUSE,)}
 
@@ -140,6 +144,7 @@ class PairRun(FleetRun):
         self._request_of: dict[Handoff, RouterRequest] = {}
         # By place, how and when a request ended that did not finish; its engine still writes to its row.
         self._ends: dict[int, tuple[str, float]] = {}
+        self._retries: Counter[RouterRequest] = Counter()
         self.roles = RoleNotes()
         if self.beliefs is not None:
             self.beliefs.workers_of = lambda request: [
@@ -578,6 +583,13 @@ class PairRun(FleetRun):
             text = f"{self._calls.name}.leg_failed() must return 'retry', 'wait' or None, got {answer!r:.80}"
             raise RouterError(text, self.now_ms, request)
         if answer == "retry":
+            self._retries[request] += 1
+            if self._retries[request] == _MOST_RETRIES:
+                text = (
+                    f"{self._calls.name}.leg_failed() answered 'retry' {_MOST_RETRIES} times for request "
+                    f"{request.number}, and a leg fails each time"
+                )
+                raise RouterError(text, self.now_ms, request)
             yield from self._lost(request)
             self._waiting.append(request)
             yield from self._ask_again()

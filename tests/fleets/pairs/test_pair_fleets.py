@@ -411,6 +411,16 @@ def test_a_rejected_request_keeps_its_status_and_end_when_its_decode_leg_times_o
     assert held(made) == []
 
 
+def test_a_router_that_retries_a_failed_leg_without_end_is_a_router_error():
+    # The prefill engine rejects the prompt at once, each time.
+    router = Noting()
+    router.leg_failed = lambda request: "retry"
+    made = fleet(router, made=[engine_of("prefill", WAYS[1], blocks=50), engine_of("decode", WAYS[1])])
+    why = r"Noting.leg_failed\(\) answered 'retry' 100 times for request 0, and a leg fails each time \(at 0 ms"
+    with pytest.raises(RouterError, match=why):
+        made.run([request(range(60 * SIZE))])
+
+
 def test_leg_failed_gets_the_request_with_the_present_time():
     router, moments = Noting(), []
     router.leg_failed = lambda request: moments.append(request.now_ms)
