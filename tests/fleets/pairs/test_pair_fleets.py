@@ -460,6 +460,11 @@ def test_the_hand_over_parameters_can_be_a_mapping_of_the_router(way):
 WRONG = [
     ("vllm", lambda given: given.without("remote_port"), "without remote_port, so the decode leg at worker . waits"),
     ("vllm", lambda given: given.changed(remote_block_ids=None), "the engine died, as the original does"),
+    (
+        "vllm",
+        lambda given: given.changed(remote_block_ids=[1, 2, 3]),
+        r"the engine died, .* \(TypeError in base_worker",
+    ),
     ("vllm", lambda given: {"bootstrap_room": 3}, "parameters of another kind of engine .bootstrap_room. at an engine"),
     ("vllm", lambda given: 7, "must return parameters, or None, got 7"),
     ("vllm-mooncake", lambda given: given.without("transfer_id"), "parameters without transfer_id, so the decode leg"),
