@@ -22,7 +22,9 @@ token of the decode leg. For a router that declares `holds_prefill`, it ends wit
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, cast
 
 from pytest_kvmock.engines.base.hand_over import HandOver, check_kind
@@ -52,6 +54,9 @@ ORDERS: Final = ("prefill_first", "decode_first")
 
 _HOLDING: Final = ("loading", "received", "taken up")
 """States of a leg that holds blocks but does not run."""
+
+_MOST_RETRIES: Final = 100
+"""The router's retries of one request that are taken for an endless loop."""
 
 _ANSWERS: Final = {"prefill": (DECODE_ALONE, REFUSE), "decode": (REFUSE,)}
 
@@ -137,6 +142,9 @@ class PairRun(FleetRun):
         self._is_serial = not self._handoffs.at_once
         self._ways: dict[RouterRequest, _Way] = {}
         self._request_of: dict[Handoff, RouterRequest] = {}
+        # By place, how and when a request ended that did not finish; its engine still writes to its row.
+        self._ends: dict[int, tuple[str, float]] = {}
+        self._retries: Counter[RouterRequest] = Counter()
         self.roles = RoleNotes()
         if self.beliefs is not None:
             self.beliefs.workers_of = lambda request: [
@@ -190,6 +198,9 @@ class PairRun(FleetRun):
             yield from super().run()
         except EngineDied as death:  # because of a leg's parameters
             raise RouterError(str(death), self.now_ms) from death
+        for place, (status, ended_ms) in self._ends.items():
+            row = self.requests[place] = copy(self.requests[place])  # its engine may still have a leg that only drains
+            row.status, row.ended_ms = cast("Any", status), ended_ms
 
     def check_served(self) -> None:
         """Raise if requests are left that can make no more progress; see `FleetRun.check_served`."""
@@ -565,12 +576,20 @@ class PairRun(FleetRun):
         answer = None
         way.failed = way.failed or (phase, self.now_ms)
         self._enter(request, way, phase)
+        request.now_ms = self.now_ms
         if way.error is None and self._calls.has("leg_failed"):
             answer = yield from self._calls.hook("leg_failed", self.now_ms, request, request=request)
         if answer not in (None, "retry", "wait"):
             text = f"{self._calls.name}.leg_failed() must return 'retry', 'wait' or None, got {answer!r:.80}"
             raise RouterError(text, self.now_ms, request)
         if answer == "retry":
+            self._retries[request] += 1
+            if self._retries[request] == _MOST_RETRIES:
+                text = (
+                    f"{self._calls.name}.leg_failed() answered 'retry' {_MOST_RETRIES} times for request "
+                    f"{request.number}, and a leg fails each time"
+                )
+                raise RouterError(text, self.now_ms, request)
             yield from self._lost(request)
             self._waiting.append(request)
             yield from self._ask_again()
@@ -593,7 +612,7 @@ class PairRun(FleetRun):
         if place is not None:
             row = self.requests[place]
             if status != "finished":
-                row.status, row.ended_ms = cast("Any", status), self.now_ms
+                self._ends[place] = status, self.now_ms
             elif request in self._first_ms and row.token_ms:
                 row.token_ms[0] = self._first_ms.pop(request)
         for phase in [each for each in PHASES if each in way.counted]:

@@ -129,6 +129,19 @@ def test_parameters_that_crash_the_original_engine_crash_ours():
         d.load(list(range(20)), hand_over)
 
 
+@pytest.mark.parametrize("ids", [[1, 2, 3], [None], 7])
+def test_block_ids_that_are_no_list_for_each_group_crash_the_decode_engine(ids):
+    p, d, _, _ = pair_of()
+    hand_over = p.serve(TEN, hand_over=True).hand_over
+    with pytest.raises(EngineDied) as caught:
+        d.load(TEN, hand_over.changed(remote_block_ids=ids))
+    died = caught.value
+    assert (died.error, died.where) == ("TypeError", ("base_worker.py", "_apply_prefix_caching"))
+    assert died.why.endswith(f": expected a list of block ids for each group in remote_block_ids, got {ids!r}")
+    with pytest.raises(EngineDied, match="expected a list of block ids for each group"):
+        d.load(TEN, hand_over)  # it stays dead
+
+
 def test_with_mooncake_both_legs_can_be_sent_at_the_same_time():
     p, d, _, of_d = pair_of("vllm-mooncake")
     hand_over = p.pair.new_hand_over()

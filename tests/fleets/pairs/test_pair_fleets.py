@@ -403,6 +403,31 @@ def test_leg_failed_of_the_router_decides_whether_a_request_is_retried(answer, s
     assert held(made) == []
 
 
+def test_a_rejected_request_keeps_its_status_and_end_when_its_decode_leg_times_out():
+    # The prefill engine rejects it during a pass of the decode engine, whose leg then loads until it times out.
+    made = fleet(made=[engine_of("prefill", "vllm-mooncake", blocks=50), engine_of("decode", "vllm-mooncake")])
+    report = made.run([request(output=30), request(range(60 * SIZE), ms=60.0)])
+    assert [(each.status, each.ended_ms) for each in report.requests][1] == ("rejected", 60.0)
+    assert held(made) == []
+
+
+def test_a_router_that_retries_a_failed_leg_without_end_is_a_router_error():
+    # The prefill engine rejects the prompt at once, each time.
+    router = Noting()
+    router.leg_failed = lambda request: "retry"
+    made = fleet(router, made=[engine_of("prefill", WAYS[1], blocks=50), engine_of("decode", WAYS[1])])
+    why = r"Noting.leg_failed\(\) answered 'retry' 100 times for request 0, and a leg fails each time \(at 0 ms"
+    with pytest.raises(RouterError, match=why):
+        made.run([request(range(60 * SIZE))])
+
+
+def test_leg_failed_gets_the_request_with_the_present_time():
+    router, moments = Noting(), []
+    router.leg_failed = lambda request: moments.append(request.now_ms)
+    report = fleet(router, link=PairLink(lambda _: 500.0, faults={0: "fails"})).run([request()])
+    assert moments == [report.requests[0].ended_ms]
+
+
 def test_a_router_can_drop_the_parameters_of_the_decode_leg():
     router = Noting()
     router.hand_over = lambda request, parameters: None
@@ -435,6 +460,11 @@ def test_the_hand_over_parameters_can_be_a_mapping_of_the_router(way):
 WRONG = [
     ("vllm", lambda given: given.without("remote_port"), "without remote_port, so the decode leg at worker . waits"),
     ("vllm", lambda given: given.changed(remote_block_ids=None), "the engine died, as the original does"),
+    (
+        "vllm",
+        lambda given: given.changed(remote_block_ids=[1, 2, 3]),
+        r"the engine died, .* \(TypeError in base_worker",
+    ),
     ("vllm", lambda given: {"bootstrap_room": 3}, "parameters of another kind of engine .bootstrap_room. at an engine"),
     ("vllm", lambda given: 7, "must return parameters, or None, got 7"),
     ("vllm-mooncake", lambda given: given.without("transfer_id"), "parameters without transfer_id, so the decode leg"),

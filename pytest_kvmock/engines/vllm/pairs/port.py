@@ -289,14 +289,22 @@ class PairPort:
             self._has_begun(loading)
 
     def _check_length(self, transfer: PairTransfer, peer: PairPort) -> None:
-        """Raise EngineDied for a read of more blocks than the other engine's list has; block sizes may differ."""
+        """Raise EngineDied for a read of more blocks than the other engine's list has, or if that is no list for each
+        group; block sizes may differ.
+        """
+        where = "base_worker.py", "_apply_prefix_caching"
+        given: Any = transfer.remote  # from the parameters, as they came
+        if not isinstance(given, list | tuple) or not all(isinstance(each, list | tuple) for each in given):
+            self.loads.pop(transfer.name)
+            why = f"expected a list of block ids for each group in remote_block_ids, got {given!r:.80}"
+            raise EngineDied("TypeError", where, f"request {transfer.name!r}: {why}")
         here, there = self.driver.manager.block_size, peer.driver.manager.block_size
         for own, others in zip(transfer.local, transfer.remote, strict=False):
             if (len(own) - 1) * here >= len(others) * there:
                 self.loads.pop(transfer.name)
                 raise EngineDied(
                     "AssertionError",
-                    ("base_worker.py", "_apply_prefix_caching"),
+                    where,
                     f"request {transfer.name!r} has more blocks to fill than remote_block_ids names",
                 )
 
