@@ -184,7 +184,7 @@ def test_a_router_that_keeps_counting_a_withdrawn_request_is_found():
     [
         (
             Leaks,
-            r"worker 0 got none of 90 requests .*; expected some: .* called off .* still counts them as open. finished",
+            r"worker 0 got none of 90 requests.*; expected some: .* called off .*counts them as open, or avoids .*\. f",
         ),
         (FreesTwice, r"worker . got none of 90 requests"),
         (LeaksCapped, r"worker 0 got none of 90 requests|pick\(\) returned None and nothing runs"),

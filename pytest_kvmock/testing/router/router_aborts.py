@@ -21,9 +21,9 @@ _BURST: Final = 90
 the later ones."""
 
 _CALLED_OFF: Final = (
-    ": all its requests were called off and are over, so the router still counts them as open. finished(request) "
-    "is called with status 'aborted', and withdrawn(request) for a request that was not dispatched; with loads() "
-    "the failure names the request at which the count differs"
+    ": all its requests were called off and are over, so the router still counts them as open, or avoids the "
+    "worker for what its clients did. finished(request) is called with status 'aborted', and withdrawn(request) for a "
+    "request that was not dispatched; with loads() the failure names the request at which the count differs"
 )
 
 
