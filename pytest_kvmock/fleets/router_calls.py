@@ -16,7 +16,7 @@ from pytest_kvmock.fleets.report.rows import BELIEFS
 from pytest_kvmock.fleets.routing.routing import Candidate, PairAnswer, id_of
 from pytest_kvmock.fleets.sent import SentBlocks
 from pytest_kvmock.oracle.hygiene.text import event_text
-from pytest_kvmock.values.checks import KvMockError
+from pytest_kvmock.values.checks import KvMockError, raised_at
 
 if TYPE_CHECKING:
     from pytest_kvmock.fleets.clock.passes import Calls
@@ -369,7 +369,8 @@ class RouterCalls:
                 f"{self.name}.{name}() took longer than pick_timeout_s={self._timeout_s:g}", now, request, candidates
             ) from error
         except Exception as error:
-            raise RouterError(f"{self.name}.{name}() raised {error!r:.200}", now, request, candidates) from error
+            text = f"{self.name}.{name}() raised {error!r:.200}{raised_at(error, (__file__,))}"
+            raise RouterError(text, now, request, candidates) from error
         return answer
 
     _awaits = False

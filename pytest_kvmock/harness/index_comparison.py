@@ -26,6 +26,7 @@ from pytest_kvmock.harness.chains import Chains, QueriedChain, leading_run, orph
 from pytest_kvmock.harness.queued import AskedPrompt, QueuedEvent, QueuedRemoval, WrongAnswer
 from pytest_kvmock.harness.reuse import Reuse, bounds_text, misread
 from pytest_kvmock.harness.under_test import (
+    CALLERS,
     Call,
     Findings,
     IndexMethod,
@@ -39,7 +40,6 @@ from pytest_kvmock.harness.under_test import (
     first_difference,
     forms_of,
     of_each_form,
-    raised_at,
 )
 from pytest_kvmock.oracle.hygiene.folding import fold
 from pytest_kvmock.oracle.hygiene.ledger import Ledger
@@ -50,6 +50,7 @@ from pytest_kvmock.oracle.hygiene.story import story_of
 from pytest_kvmock.oracle.hygiene.stream import Desync
 from pytest_kvmock.oracle.hygiene.text import NO_WORKER, worker_text
 from pytest_kvmock.oracle.index.index import RadixIndex
+from pytest_kvmock.values.checks import raised_at
 from pytest_kvmock.values.events import Cleared, Removed, RouterEvent, StorageTier, StreamKey, block_text
 from pytest_kvmock.values.prompt_keys import has_items, hash_options
 from pytest_kvmock.values.tokens import block_hashes
@@ -659,7 +660,8 @@ class IndexComparison:
         """Return the index_failure of an index that raised, or returned an unreadable answer."""
         event = queued.event if queued else None
         unreadable = isinstance(error, UnreadableAnswer)
-        observed = str(error) if unreadable else f"{what} raised {type(error).__name__}: {error}{raised_at(error)}"
+        text = f"{what} raised {type(error).__name__}: {error}{raised_at(error, CALLERS)}"
+        observed = str(error) if unreadable else text
         if what == "apply" and event is not None and key in self._ledger.streams:
             observed += self._under_test.want_of_tokens(event, self._ledger.streams[key].spec.block_size)
         blocks = () if event is None else _blocks(event)

@@ -8,7 +8,6 @@ One subject: a call of the user's index, and the meaning of its answer.
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from functools import partial
 from inspect import Parameter, isawaitable, iscoroutinefunction
@@ -80,16 +79,6 @@ async def arun(calls: Calls[_T]) -> _T:
         return cast("_T", stop.value)
 
 
-def raised_at(error: Exception) -> str:
-    """Return where a call raised, for a message: the last line of the user's code."""
-    frames = traceback.walk_tb(error.__traceback__)  # reads no source lines, which would cost more than the rest
-    own = [(frame.f_code, line) for frame, line in frames if frame.f_code.co_filename not in _CALLERS]
-    if not own:
-        return ""
-    code, line = own[-1]
-    return f" ({Path(code.co_filename).name}:{line} in {code.co_name})"
-
-
 _WITH_TOKENS: Final = "sink.publish(event, token_ids=[...]), a list of tokens a block"
 
 _BY_TIER: Final = (
@@ -97,8 +86,8 @@ _BY_TIER: Final = (
     "such as {'device': {(0, 0): 2}}"
 )
 
-_CALLERS: Final = (__file__, str(Path(__file__).with_name("index_comparison.py")))
-"""Files whose frames are not the user's code."""
+CALLERS: Final = (__file__, str(Path(__file__).with_name("index_comparison.py")))
+"""Files that call the user's index, for `raised_at`."""
 
 
 class UnreadableAnswer(ValueError):  # noqa: N818 - named for what it is

@@ -6,11 +6,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+import traceback
+from collections.abc import Callable, Collection, Iterable, Mapping
 from enum import Enum
 from functools import lru_cache
 from importlib import import_module
 from os.path import commonprefix
+from pathlib import Path
 from sys import float_info
 from typing import Any, Final, TypeGuard, TypeVar
 
@@ -35,6 +37,18 @@ class KvMockError(Exception):
 
     Bad arguments raise a ValueError or TypeError, as usual, and a verdict is an AssertionError (`EventRulesBroken`).
     """
+
+
+def raised_at(error: Exception, callers: Collection[str]) -> str:
+    """Return where a call of the user's object raised, for a message: the last line outside the files that make such
+    calls.
+    """
+    frames = traceback.walk_tb(error.__traceback__)  # reads no source lines, which would cost more than the rest
+    own = [(frame.f_code, line) for frame, line in frames if frame.f_code.co_filename not in callers]
+    if not own:
+        return ""
+    code, line = own[-1]
+    return f" ({Path(code.co_filename).name}:{line} in {code.co_name})"
 
 
 def is_integer(value: object, least: int | None = None) -> TypeGuard[int]:

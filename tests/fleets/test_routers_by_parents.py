@@ -68,7 +68,7 @@ def test_a_router_by_parents_may_raise_on_a_stored_below_a_removed_block():
     excused = fleet._calls.excused
     assert excused
     pattern = (
-        r"ByParents\.apply\(\) raised KeyError\(\d+\) at event \d+ worker [01] Stored blocks? 0x[0-9a-f]{16}.* "
+        r"ByParents\.apply\(\) raised KeyError\(\d+\) \(.*\) at event \d+ worker [01] Stored blocks? 0x[0-9a-f]{16}.* "
         r"(below|after|under) .*(0x[0-9a-f]{16}).*; block \2 was removed by event \d+"
     )
     assert re.fullmatch(pattern, excused[0]), excused[0]
@@ -93,8 +93,8 @@ def test_a_router_that_raises_on_a_valid_event_is_reported_with_event_and_block(
     with pytest.raises(RouterError) as raised:
         fleet.run(trace())
     pattern = (
-        r"Loses\.apply\(\) raised KeyError\((\d+)\) at event \d+ worker [01] Stored blocks? 0x.* after (0x[0-9a-f]{16}); "  # noqa: E501
-        r"block \2 was stored by event \d+ and never removed"
+        r"Loses\.apply\(\) raised KeyError\((\d+)\) \(.* in apply\) at event \d+ worker [01] Stored blocks? 0x.* "
+        r"after (0x[0-9a-f]{16}); block \2 was stored by event \d+ and never removed"
     )
     found = re.fullmatch(pattern, raised.value.problem)
     assert found, raised.value.problem

@@ -135,6 +135,23 @@ class WaitsForOne(Capped):
         return worker
 
 
+class Avoids(Fewest):
+    """Sends nothing to a worker for five seconds after a client of it left."""
+
+    def __init__(self, workers):
+        super().__init__(workers)
+        self.until = dict.fromkeys(workers, 0.0)
+
+    def pick(self, request, candidates):
+        rested = [each.worker for each in candidates if self.until[each.worker] <= request.now_ms]
+        return min(rested or self.open, key=self.open.__getitem__)
+
+    def finished(self, request):
+        if request.status == "aborted":
+            self.until[self.of[request]] = request.now_ms + 5000.0
+        super().finished(request)
+
+
 @pytest.mark.parametrize("name", TESTS)
 @pytest.mark.parametrize(
     ("make", "traits"),
@@ -184,7 +201,7 @@ def test_a_router_that_keeps_counting_a_withdrawn_request_is_found():
     [
         (
             Leaks,
-            r"worker 0 got none of 90 requests .*; expected some: .* called off .* still counts them as open. finished",
+            r"worker 0 got none of 90 requests.*; expected some: .* called off .*counts them as open, or avoids .*\. f",
         ),
         (FreesTwice, r"worker . got none of 90 requests"),
         (LeaksCapped, r"worker 0 got none of 90 requests|pick\(\) returned None and nothing runs"),
@@ -192,6 +209,13 @@ def test_a_router_that_keeps_counting_a_withdrawn_request_is_found():
 )
 def test_a_router_without_loads_is_judged_by_its_picks(make, text):
     assert re.search(text, failure_of(contract_of(make), USED_AGAIN))
+
+
+def test_a_policy_that_avoids_a_worker_whose_clients_left_declares_how_long():
+    text = "got none of 90 requests"
+    assert text in failure_of(contract_of(Avoids), USED_AGAIN)
+    assert failure_of(contract_of(Avoids, cools_down_s=5.0), USED_AGAIN) is None
+    assert text in failure_of(contract_of(Leaks, cools_down_s=5.0), USED_AGAIN)
 
 
 def test_a_router_that_waits_for_an_aborted_request_is_found():

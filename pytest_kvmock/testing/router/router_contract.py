@@ -109,8 +109,8 @@ class RouterContract(
             checked in an idle fleet, nor among workers that tie or look the same by stale loads.
         follows_prefix: the policy goes where the prefix is at any load, on purpose, as `MostCached`, a hash ring, and
             the rules of AIBrix, Ray and SGLang do. Sharing is not checked for prompts with the same prefix.
-        cools_down_s: seconds in which the policy sends nothing to a restarted worker, on purpose; the worker must be
-            used after them.
+        cools_down_s: seconds in which the policy sends nothing to a worker that restarted or whose clients left, on
+            purpose; the worker must be used after them.
         survives: ("restart",) for a router that notices an unannounced restart; the router's class may declare it, too.
             From the first event whose id went back, its `overlap(request)` must have dropped the old blocks. Without it
             both answers are right.

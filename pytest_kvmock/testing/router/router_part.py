@@ -28,6 +28,7 @@ class RouterPart:
     packs: ClassVar[bool]
     first_of_equals: ClassVar[bool]
     follows_prefix: ClassVar[bool]
+    cools_down_s: ClassVar[float]
     uses_overlap: ClassVar[bool | None]
     switches_by_load: ClassVar[bool]
     forgets_cordoned: ClassVar[bool]

@@ -91,7 +91,8 @@ def test_a_sweep_on_an_executor_gives_the_same_result(trace):
 def test_a_router_that_fails_does_not_stop_the_other_runs():
     found = sweep({"a": SMALL}, ["lineage"], [Breaks, "round_robin"], workers=2)
     assert [run.router for run in found.errors] == ["Breaks"]
-    assert found.errors[0].error.startswith("RouterError: Breaks.pick() raised ZeroDivisionError('no load') (at ")
+    text = "RouterError: Breaks.pick() raised ZeroDivisionError('no load') (test_sweep.py:"
+    assert found.errors[0].error.startswith(text)
     assert "a, lineage, Breaks: RouterError" in str(found)
     assert found.runs[1].figure("completed") == 12
 
