@@ -281,7 +281,7 @@ STOREYS = {
             "fleets/pairs/*",
             "harness/roles.py",
         ),
-        4_250,
+        4_265,
     ),
     "hybrid models": (
         (

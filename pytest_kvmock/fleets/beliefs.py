@@ -224,8 +224,8 @@ class Beliefs:
                 raise RouterError(f"{self._calls.name}.{method}() {text}", now_ms, request)
 
     def _may_be_left_out(self, worker: Worker) -> bool:
-        """Whether a router may leave out a worker, because it was not among the last candidates."""
-        return worker in self._cordoned or worker in self._hidden
+        """Whether a router may leave out a worker: it is not there, or was not among the last candidates."""
+        return worker not in self._book.loads or worker in self._cordoned or worker in self._hidden
 
     def _workers(self, request: RouterRequest | None, now_ms: float) -> Calls:
         if "workers" not in self._methods:
@@ -365,11 +365,7 @@ class Beliefs:
             self._check_names("overlap_by_owner", each, request, now_ms)
         if self._untold:
             return None
-        return self._owners.compare(request, answer, self._may_be_unloaded, self._noticed)
-
-    def _may_be_unloaded(self, worker: Worker) -> bool:
-        """Whether a router may promise a worker nothing of a store: it may be left out, or is not there."""
-        return worker not in self._book.loads or self._may_be_left_out(worker)
+        return self._owners.compare(request, answer, self._may_be_left_out, self._noticed)
 
     @property
     def promises(self) -> Sequence[OwnerPromise]:
