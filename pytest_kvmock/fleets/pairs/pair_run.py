@@ -439,6 +439,7 @@ class PairRun(FleetRun):
         """Return the parameters of the decode leg: those from the router's `hand_over`, otherwise all."""
         if not self._calls.has("hand_over"):
             return hand_over
+        request.now_ms = self.now_ms
         given = yield from self._calls.hook("hand_over", self.now_ms, request, hand_over, request=request)
         name = f"{self._calls.name}.hand_over()"
         if given is not None and not isinstance(given, Mapping):

@@ -428,6 +428,14 @@ def test_leg_failed_gets_the_request_with_the_present_time():
     assert moments == [report.requests[0].ended_ms]
 
 
+@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+def test_hand_over_gets_the_request_with_the_present_time(order):
+    router, moments = Noting(), []
+    router.hand_over = lambda request, parameters: moments.append(request.now_ms) or parameters
+    fleet(router, order=order).run([request()])
+    assert [moment > 0.0 for moment in moments] == [True]  # the prefill leg took its time
+
+
 def test_a_router_can_drop_the_parameters_of_the_decode_leg():
     router = Noting()
     router.hand_over = lambda request, parameters: None
