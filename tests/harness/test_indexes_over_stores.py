@@ -113,17 +113,18 @@ class CreditsAllRanks(RadixIndex):
 
     def find_tiered(self, local_hashes, **more):
         found = super().find_tiered(local_hashes, **more)
-        pool = found.get(StorageTier.EXTERNAL, {})
-        if pool:
-            most = max(pool.values()) + self.more
-            found[StorageTier.EXTERNAL] = {(worker, rank): most for worker in (0, 1) for rank in (0, 1)} | pool
+        device, pool = found.get(StorageTier.DEVICE, {}), found.get(StorageTier.EXTERNAL, {})
+        end = self.owned.extends(local_hashes, 0, 1)
+        if end:
+            silent = {(worker, rank) for worker in (0, 1) for rank in (0, 1)} - device.keys()
+            found[StorageTier.EXTERNAL] = dict.fromkeys(silent, end + self.more) | pool
         return found
 
 
 @pytest.mark.parametrize(("more", "rules"), [(0, set()), (1, {"index_drift"})])
 def test_a_rank_that_has_published_nothing_may_be_promised_what_the_others_can_load(more, rules):
     index = CreditsAllRanks(count_copies=True, clears_below=False, stores=STORES["mooncake"])
-    index.more = more
+    index.more, index.owned = more, index._owners.by_name["pool"]
     profile = EngineProfile(block_size=4, num_blocks=12, workers=2, dp_size=2)
     kv = RouterHarness(profile, "vllm", index, stores=STORES["mooncake"])
     worker = kv.worker(0, dp_rank=1)
@@ -131,6 +132,10 @@ def test_a_rank_that_has_published_nothing_may_be_promised_what_the_others_can_l
         worker.serve(prompt)
         worker.tick(worker.now + 20)
     kv.overlap(PROMPTS[0], tier=None)
+    for dp_rank in (0, 1):
+        for worker_id in (0, 1):  # the last one alone does not have it on its device
+            kv.overlap(PROMPTS[0], tier=None)
+            kv.worker(worker_id, dp_rank=dp_rank).serve(PROMPTS[0])
     assert {error.rule for error in kv.judge().errors} == rules
 
 

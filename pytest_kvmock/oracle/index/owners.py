@@ -245,10 +245,12 @@ class Owners:
             ours = {key: blocks for key, blocks in promised.items() if key[0] in owned.spec.workers}
             # An index that does not distinguish ranks answers by worker.
             found = {key: given.get(key, given.get(key[0], 0)) for key in ours}
-            depths = depths_above(tier, expected, ours)
-            ends = {key: depths[key] + blocks for key, blocks in ours.items()}
             further = {key: blocks for key, blocks in given.items() if self._may_load(key, owned) and key not in ours}
-            ends |= dict.fromkeys(further, max(ends.values(), default=0))
+            ranks = {key for scores in expected.values() for key in scores if key[0] in owned.spec.workers}
+            depths = depths_above(tier, expected, ranks | {*further})
+            ends = {key: depths[key] + promised.get(key, 0) for key in ranks}
+            # A rank that has published nothing can load as much as the others.
+            ends |= dict.fromkeys(further.keys() - ends.keys(), max(ends.values(), default=0))
             theirs = {key: blocks for key, blocks in (found | further).items() if blocks}
             if wrong_promise(ends, depths, theirs) is None:
                 out[tier] = {key: blocks for key, blocks in out.get(tier, {}).items() if key not in ours} | theirs
