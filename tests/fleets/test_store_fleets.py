@@ -148,7 +148,7 @@ class SaysNoneOfTheAbsent(OfOwners):
         return {"disk": super().overlap_by_owner(request)["disk"] | {3: 0}}
 
 
-@pytest.mark.parametrize("router", [OfOwners, KnowsWhoIsThere, SaysNoneOfTheAbsent])
+@pytest.mark.parametrize("router", [KnowsWhoIsThere, SaysNoneOfTheAbsent, OfOwners])
 def test_a_worker_of_a_store_that_is_not_there_may_be_promised_nothing(router):
     stores = {"disk": {"kind": "files", "workers": [0, 1, 3]}}
     fleet = fleet_of(router(stores=stores), stores=stores)

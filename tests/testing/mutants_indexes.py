@@ -1057,8 +1057,8 @@ class KeepsCountsOverACleared(IndexContract):
 class ForgetsChainsAndKeepsCounts(HashIndex):
     def apply(self, event):
         if isinstance(event.event.data, Cleared):
-            for chains, _ in [self.ranks.get((event.worker_id, event.event.dp_rank), ({}, {}))]:
-                chains.clear()
+            chains, _ = self.ranks.get((event.worker_id, event.event.dp_rank), ({}, {}))
+            chains.clear()
         else:
             super().apply(event)
 

@@ -211,7 +211,7 @@ class LastFirst(Places):
         return requests[-1]
 
 
-class DrawsAnew(RightRouter):
+class DrawsFromANewSeed(RightRouter):
     """Takes another seed for each new router: the same ones in each run, as one pair of seeds in twenty picks alike."""
 
     seeds = count()
@@ -262,7 +262,7 @@ WRONG = {
     ),
     "counts the refused": (of_workers(CountsTheRefused), REFUSED, "loads() says"),
     "serves the last first": (contract(LastFirst), WAITS, "is the last one served first?"),
-    "draws anew": (of_workers(DrawsAnew), REPEATS, "one trace, played twice: pick ("),
+    "draws from a new seed": (of_workers(DrawsFromANewSeed), REPEATS, "one trace, played twice: pick ("),
     "gives the host no weight": (
         of_workers(GivesTheHostNoWeight, **TIERS),
         HOST,

@@ -52,6 +52,7 @@ class SharedStores(TiersBelow):
     def _made(self) -> Any:
         __tracebackhide__ = True
         if not self._is_about_stores:
+            # For this test alone: `stores` of the class stays as declared.
             vars(self)["stores"] = _of_others(type(self).stores)
         return super()._made()
 

@@ -428,7 +428,7 @@ def test_leg_failed_gets_the_request_with_the_present_time():
     assert moments == [report.requests[0].ended_ms]
 
 
-@pytest.mark.parametrize("order", ["prefill_first", "decode_first"])
+@pytest.mark.parametrize("order", ["decode_first", "prefill_first"])
 def test_hand_over_gets_the_request_with_the_present_time(order):
     router, moments = Noting(), []
     router.hand_over = lambda request, parameters: moments.append(request.now_ms) or parameters
